@@ -55,9 +55,8 @@ from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:
     from lightning_bayes.predictive import Prediction
-    from lightning_bayes.predictive.autoencoder import Reconstruction
     from lightning_bayes.predictive.conformal import Conformal
-    from lightning_bayes.predictive.functions import FunctionDraw
+    from lightning_bayes.predictive.draws import FunctionDraw, Reconstruction
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

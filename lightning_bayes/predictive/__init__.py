@@ -1,12 +1,10 @@
-"""Posterior and x to a prediction with its uncertainty."""
+"""From a posterior and inputs to predictions with their uncertainty."""
 
 from lightning_bayes.posterior.at_mean import outputs
-from lightning_bayes.predictive import auto, held_out, novelty  # implement methods of posteriors
-from lightning_bayes.predictive.autoencoder import Reconstruction, decode
+from lightning_bayes.predictive import auto, held_out, novelty, predict  # implement methods of posteriors
 from lightning_bayes.predictive.conformal import Conformal, conformalize
+from lightning_bayes.predictive.draws import FunctionDraw, Reconstruction, decode, sample_functions
 from lightning_bayes.predictive.ensemble import DeepEnsemble
-from lightning_bayes.predictive.functions import FunctionDraw, sample_functions
-from lightning_bayes.predictive.predict import predict
 from lightning_bayes.predictive.prediction import Prediction
 
 __all__ = [

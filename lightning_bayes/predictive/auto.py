@@ -47,7 +47,7 @@ from lightning_bayes.predictive.held_out import (
     squared_errors,
     temperature_table,
 )
-from lightning_bayes.predictive.output_law import MANY
+from lightning_bayes.predictive.predict import MANY
 
 logger = logging.getLogger("lightning_bayes")
 

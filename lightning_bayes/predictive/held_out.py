@@ -27,7 +27,7 @@ from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PLACES, Calibration, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.predictive.output_law import FunctionDraws, Integral, OutputLaw, output_laws
+from lightning_bayes.predictive.predict import FunctionDraws, Integral, OutputLaw, output_laws
 
 logger = logging.getLogger("lightning_bayes")
 Posterior = TypeVar("Posterior", bound=GaussianPosterior)

@@ -1,25 +1,45 @@
-"""Posterior and x to a `Prediction`: the law of the outputs (see `output_law`), integrated over by the likelihood, and
-corrected by what was found on held-out data."""
+"""From a posterior and `x` to a `Prediction`: the distribution of the outputs at `x` (`OutputLaw`), integrated by the
+likelihood, and corrected by the calibration.
+
+- `glm`: the outputs of the linearised network (GLM paper, eqs. (10) and (13)), whose exact Hessian the GGN is: a
+  Gaussian in closed form. With many outputs (1,000 classes, images) it is sampled by forward-mode products with weight
+  samples, so neither cost nor memory grows with the square of the outputs.
+- `bnn`: the outputs of the network itself at weight samples (eq. (9)).
+- `map`: the network's own outputs, without uncertainty.
+- `gp`: the outputs of the linearised network in function space (eqs. (15) and (16)), conditioned on training points: a
+  Gaussian.
+
+Draws that are too large to keep, such as a hundred images, are repeated one after the other whenever they are needed,
+and only running moments of them are kept.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import flag
-from lightning_bayes.likelihoods import ClassPredictive, Predictive
-from lightning_bayes.likelihoods.outputs import check_generator
+from lightning_bayes.likelihoods import ClassPredictive, Likelihood, Predictive
+from lightning_bayes.likelihoods.outputs import check_generator, draw_gaussian, widen
 from lightning_bayes.network import inputs
-from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.network.borrowed import copied_generator, generator_on, preserved_rng
 from lightning_bayes.network.input_graph import check_differentiable
 from lightning_bayes.options.predictive import PredictiveOption, predictive_option
-from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.posterior import GaussianPosterior, PosteriorError
+from lightning_bayes.posterior.at_mean import outputs
+from lightning_bayes.posterior.function_space import process_gaussian
 from lightning_bayes.posterior.gaussian import Calibration, implements
-from lightning_bayes.predictive.output_law import Integral, OutputLaw, output_law
-from lightning_bayes.predictive.prediction import Prediction
+from lightning_bayes.predictive.draws import RunningMoments, each_function, sample_functions
+from lightning_bayes.predictive.prediction import Prediction, TensorFields
+
+MANY = 64  # outputs per example above which the linearised network is sampled
+MANY_TOGETHER = 512  # the same for examples that are computed together, over all of them
+CHUNK = 2**21  # numbers of covariances of positions that are integrated at a time
+KEPT = 2**26  # bytes of draws that are kept
 
 
 @implements("predict", sharded=True)
@@ -38,27 +58,273 @@ def predict(
     flag("calibrated", calibrated)
     flag("split", split)
     check_differentiable(differentiable, x)
-    likelihood, link = posterior.likelihood, option.link
-    likelihood.choose_link(link)  # raises for an unknown link
-    calibration = posterior.calibration_of(option.kind, link) if calibrated else None
+    likelihood = posterior.likelihood
+    likelihood.choose_link(option.link)  # raises for an unknown link
+    calibration = posterior.calibration_of(option.kind, option.link) if calibrated else None
+    calibration = calibration or Calibration(option.kind, "")
     x = inputs.contained(posterior.network, x)
     with preserved_rng(posterior.device):
-        law = output_law(posterior, x, option, generator, differentiable)
-        default = None if calibration is None else calibration.link
-        chosen = law.choose_link(likelihood, (link or default) if option.is_linear else None)
-        drawn = option.samples if split or chosen == "mc" else 0  # beside a closed form only the split needs samples
-        integral = Integral(likelihood, chosen, drawn, generator)
-        prediction = Prediction.from_predictive(_corrected(law, integral, calibration))
+        law = output_law(posterior, x, option, generator, differentiable).tempered(calibration.output_temperature)
+        link = law.choose_link(likelihood, (option.link or calibration.link or None) if option.is_linear else None)
+        # A closed form needs samples only to split the variance.
+        samples = option.samples if split or link == "mc" else 0
+        predictive_ = law.integrate(Integral(likelihood, link, samples, generator))
+        if isinstance(predictive_, ClassPredictive):
+            T = calibration.probs_temperature
+            predictive_ = predictive_ if T == 1 else predictive_.tempered(T)
+        else:
+            s = calibration.variance_factor
+            parts = {"epistemic": s * predictive_.epistemic, "aleatoric": s * predictive_.aleatoric}
+            predictive_ = replace(predictive_, **parts)
+        prediction = Prediction.from_predictive(predictive_)
         return prediction if differentiable else prediction.map(Tensor.detach)
 
 
-def _corrected(law: OutputLaw, integral: Integral, calibration: Calibration | None) -> Predictive:
-    """The predictive distribution for this law of the outputs, with the calibration's correction."""
-    if calibration is None:
-        return law.integrate(integral)
-    predictive = law.tempered(calibration.output_temperature).integrate(integral)
-    if isinstance(predictive, ClassPredictive):
-        T = calibration.probs_temperature
-        return predictive if T == 1 else predictive.tempered(T)
-    s = calibration.variance_factor
-    return replace(predictive, epistemic=s * predictive.epistemic, aleatoric=s * predictive.aleatoric)
+@dataclass(frozen=True, eq=False)
+class OutputLaw(TensorFields):
+    """The distribution of the outputs: a Gaussian by mean and covariance, draws, or, with neither, the mean alone."""
+
+    mean: Tensor  # f(x; θ*) [B, ...]
+    covariance: Tensor | None = None  # [B, C, C]
+    draws: Tensor | FunctionDraws | None = None  # [S, B, ...]
+    linear: bool = True  # of the linearised network, whose mean is exact
+
+    def tempered(self, T: float) -> OutputLaw:
+        """The law of `f/T`."""
+        if T == 1:
+            return self
+        law = self.map(lambda f: f / T)
+        return law if self.covariance is None else replace(law, covariance=self.covariance / T**2)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> OutputLaw:
+        law = super().map(change)
+        return replace(law, draws=law.draws.map(change)) if isinstance(law.draws, FunctionDraws) else law
+
+    @property
+    def is_point(self) -> bool:
+        return self.covariance is None and self.draws is None
+
+    def choose_link(self, likelihood: Likelihood, link: str | None) -> str:
+        """`link`, or by default the likelihood's first. Draws of the network itself have no closed form, and draws of a
+        classifier's outputs use "mc" by default."""
+        if not self.linear or (link is None and self.draws is not None and likelihood.has_probs):
+            return "mc"
+        return likelihood.choose_link(link)
+
+    def integrate(self, integral: Integral) -> Predictive:
+        """The predictive distribution of targets, with the outputs integrated out."""
+        if self.draws is not None:
+            return integral.over_draws(self.mean, self.draws)
+        if self.covariance is None:
+            return integral.likelihood.point(self.mean)
+        return integral.over_gaussian(self.mean, self.covariance)
+
+
+def output_law(
+    posterior: GaussianPosterior,
+    x: Any,
+    predictive: PredictiveOption,
+    generator: torch.Generator | None = None,
+    differentiable: bool = False,
+) -> OutputLaw:
+    """The law of the outputs at `x`. With `differentiable` it keeps the graph to `x`."""
+    if predictive.kind == "map":
+        return OutputLaw(outputs(posterior, x, differentiable))
+    if predictive.kind == "gp":
+        if differentiable:
+            raise PosteriorError("predictive='gp' has no gradient in x: use predictive='glm' for differentiable=True")
+        return output_laws([posterior], x, predictive)[0]
+    linear, n = predictive.is_linear, predictive.samples
+    if linear and not has_many_outputs(posterior, x):
+        return OutputLaw(*posterior.functional(x, differentiable=differentiable))
+    shifted = linear and posterior.shift is not None
+    mean = posterior.shifted(x, differentiable) if shifted else outputs(posterior, x, differentiable)
+    draws: Tensor | FunctionDraws
+    if n * mean.numel() * mean.element_size() <= KEPT:
+        draws = sample_functions(posterior, x, n, generator, linear, differentiable)
+    elif differentiable:
+        raise PosteriorError(
+            f"{n} draws of {mean.numel()} outputs are too many to keep their graph for differentiable=True: take fewer "
+            "examples at a time, or lower samples"
+        )
+    else:
+        generator = copied_generator(posterior.device) if generator is None else generator
+        draws = FunctionDraws(posterior, x, n, generator, generator.get_state(), linear, lambda f: f)
+    return OutputLaw(mean, draws=draws, linear=linear)
+
+
+def output_laws(
+    posteriors: Sequence[GaussianPosterior], x: Any, predictive: PredictiveOption, seed: int = 0
+) -> list[OutputLaw]:
+    """The laws under several priors of one posterior, with common random numbers; for the linearised network in one
+    backward pass."""
+    if predictive.kind == "gp":
+        mean, covariances = process_gaussian(posteriors, x)
+    elif predictive.kind == "glm" and not has_many_outputs(posteriors[0], x):
+        mean, covariances = posteriors[0].functional_for([posterior.precision for posterior in posteriors], x)
+    else:
+        return [
+            output_law(posterior, x, predictive, generator_on(posterior.device).manual_seed(seed))
+            for posterior in posteriors
+        ]
+    return [OutputLaw(mean, covariance) for covariance in covariances]
+
+
+def has_many_outputs(posterior: GaussianPosterior, x: Any) -> bool:
+    x = inputs.contained(posterior.network, x)
+    if isinstance(x, inputs.WholeInput):  # each output takes a backward pass, a sample one pass for all outputs
+        return outputs(posterior, x).numel() > MANY_TOGETHER
+    if (plan := posterior.plans.find(x)) is not None:
+        return plan.n_outputs > MANY
+    return outputs(posterior, inputs.take(posterior.network, x, [0])).numel() > MANY
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionDraws:
+    """`n` functions at `x` that are drawn again by each call of `each`."""
+
+    posterior: GaussianPosterior
+    x: Any
+    n: int
+    generator: torch.Generator
+    state: Tensor  # of the generator, before the first draw
+    linearised: bool
+    change: Callable[[Tensor], Tensor]  # applied to each draw
+
+    def each(self, consume: Callable[[Tensor], None]) -> None:
+        """Pass one draw `[B, ...]` after the other to `consume`."""
+        self.generator.set_state(self.state)
+        each_function(
+            self.posterior, self.x, self.n, self.generator, self.linearised, lambda f: consume(self.change(f))
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> FunctionDraws:
+        before = self.change
+        return replace(self, change=lambda f: change(before(f)))
+
+
+@dataclass(frozen=True, eq=False)
+class Integral:
+    """How a likelihood integrates over outputs."""
+
+    likelihood: Likelihood
+    link: str
+    samples: int = 0
+    generator: torch.Generator | None = None
+
+    def over_gaussian(self, mean: Tensor, covariance: Tensor) -> Predictive:
+        """For outputs `[B, ...]` with this mean and the covariance `[B, C, C]` of each example."""
+        if mean.ndim == 1 and not self.likelihood.couples_outputs:
+            return self._integrate(mean, covariance.reshape(mean.shape))
+        if mean.ndim == 2 or self.likelihood.couples_outputs:
+            return self._integrate(mean, covariance)
+        if self.link == "mc":
+            draws = draw_gaussian(mean.flatten(1), covariance, self.samples, self.generator)
+            return self.likelihood.from_samples(draws.reshape(-1, *mean.shape))
+        # Positions are independent given f: each is an example with the C × C block of its outputs.
+        B, C = mean.shape[:2]
+        R = mean[0, 0].numel()
+        blocks = covariance.reshape(B, C, R, C, R).diagonal(dim1=2, dim2=4).movedim(-1, 1)  # [B, R, C, C]
+        return self._by_position(mean, blocks.flatten(0, 1))
+
+    def over_draws(self, mean: Tensor, draws: Tensor | FunctionDraws) -> Predictive:
+        """A closed form gets the exact mean of the outputs, and their covariances from the draws."""
+        # Variances of single outputs are not enough for a likelihood that couples them.
+        if self.link == "mc" or self.likelihood.couples_outputs:
+            return _mixture(self.likelihood, draws)
+        pairs = self.link == "pairwise" and mean.ndim > 1
+        deviations = _SquaredDeviations(mean, pairs)
+        sampled = _mixture(self.likelihood, draws, deviations.add)
+        closed_form = replace(self, samples=0, generator=None)
+        closed = (closed_form._by_position if pairs else closed_form._integrate)(mean, deviations.mean_square())
+        # If the closed form gives probabilities only, the draws give the shares of variance and entropy.
+        return sampled.with_mean(closed.mean) if closed.epistemic.isnan().all() else closed
+
+    def _by_position(self, mean: Tensor, covariance: Tensor) -> Predictive:
+        """Integrate every position of a dense output `[B, C, ...]` as an example, with covariances `[B·R, C, C]`."""
+        if mean.ndim == 2:
+            return self._integrate(mean, covariance)
+        B, C, *positions = mean.shape
+        flat = mean.flatten(2).mT.flatten(0, 1)  # [B·R, C]
+        few = max(1, CHUNK // C**2)
+        parts = [self._integrate(*part) for part in zip(flat.split(few), covariance.split(few), strict=True)]
+
+        def joined(name: str) -> Tensor:
+            whole = torch.cat([getattr(part, name) for part in parts])
+            return whole.unflatten(0, (B, -1)).movedim(1, -1).unflatten(-1, positions)
+
+        names = [field.name for field in fields(parts[0]) if getattr(parts[0], field.name) is not None]
+        return replace(parts[0], **{name: joined(name) for name in names})
+
+    def _integrate(self, mean: Tensor, covariance: Tensor) -> Predictive:
+        return self.likelihood.integrate(mean, covariance, self.link, self.samples, self.generator)
+
+
+class _SquaredDeviations:
+    """The mean of `mmᵀ` over the deviations `m` of draws from their exact mean: for the outputs at each position or,
+    without `pairs`, for each output alone."""
+
+    def __init__(self, mean: Tensor, pairs: bool) -> None:
+        self._mean, self._pairs, self._n = widen(mean), pairs, 0
+        shape = (mean.numel() // mean.shape[1], mean.shape[1], mean.shape[1]) if pairs else mean.shape
+        self._sum = self._mean.new_zeros(shape)
+
+    def add(self, f: Tensor) -> None:
+        """# [B, C, ...]"""
+        self._n += 1
+        m = f.to(self._sum) - self._mean
+        if self._pairs:
+            rows = m.flatten(2).mT.flatten(0, 1) if m.ndim > 2 else m  # [B·R, C]
+            self._sum.baddbmm_(rows.unsqueeze(2), rows.unsqueeze(1))
+        else:
+            self._sum.addcmul_(m, m)
+
+    def mean_square(self) -> Tensor:
+        return self._sum / self._n
+
+
+def _mixture(
+    likelihood: Likelihood, draws: Tensor | FunctionDraws, consume: Callable[[Tensor], None] | None = None
+) -> Predictive:
+    """The predictive of `likelihood.from_samples`. Each draw is also passed to `consume`."""
+    if isinstance(draws, Tensor):
+        if consume is not None:
+            for f in draws:
+                consume(f)
+        return likelihood.from_samples(draws)
+    running = RunningMixture(likelihood)
+
+    def add(f: Tensor) -> None:
+        running.add(f)
+        if consume is not None:
+            consume(f)
+
+    draws.each(add)
+    return running.predictive()
+
+
+class RunningMixture:
+    """The mean of the predictives at outputs that arrive one after the other, by the law of total variance. For class
+    labels also their mutual information with the outputs, `H[E[p]] − E[H[p]]`."""
+
+    def __init__(self, likelihood: Likelihood) -> None:
+        self._likelihood, self._moments = likelihood, RunningMoments()
+        self._aleatoric: Tensor | float = 0.0  # Σ Var(y | f)
+        self._entropy: Tensor | float = 0.0  # Σ H[y | f] of class labels
+
+    def add(self, f: Tensor) -> None:
+        """# [B, ...]"""
+        mean, variance = self._likelihood.conditional(f)
+        self._moments.add(mean)
+        self._aleatoric = self._aleatoric + variance
+        kind = self._likelihood.predictive
+        if issubclass(kind, ClassPredictive):
+            self._entropy = self._entropy + kind.entropy_of(mean)
+
+    def predictive(self) -> Predictive:
+        kind, moments = self._likelihood.predictive, self._moments
+        assert isinstance(self._aleatoric, Tensor)
+        parts = (moments.mean, moments.variance, self._aleatoric / moments.n)
+        if not issubclass(kind, ClassPredictive):
+            return kind(*parts)
+        return kind(*parts, (kind.entropy_of(moments.mean) - self._entropy / moments.n).clamp_min(0))

@@ -18,7 +18,7 @@ from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.curvature.tape import Op
 from lightning_bayes.likelihoods import Categorical, Gaussian
 from lightning_bayes.network import inputs
-from lightning_bayes.predictive.functions import sample_functions
+from lightning_bayes.predictive.draws import sample_functions
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
 

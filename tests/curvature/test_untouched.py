@@ -19,7 +19,7 @@ from lightning_bayes import fit_laplace
 from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.likelihoods import Categorical, LikelihoodError
 from lightning_bayes.network import DataError
-from lightning_bayes.predictive.functions import sample_functions
+from lightning_bayes.predictive.draws import sample_functions
 
 STRUCTURES = ["full", "diag", "kron", "ekfac"]
 SUBSETS: list[Any] = ["all", "last_layer", ["body.weight", "scale"]]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
 from lightning_bayes.posterior import PosteriorError
-from lightning_bayes.predictive.autoencoder import Reconstruction, decode
+from lightning_bayes.predictive.draws import Reconstruction, decode
 
 X, X_TEST = real(9, 5), real(4, 5, seed=1)
 S = 7

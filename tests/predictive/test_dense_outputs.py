@@ -22,8 +22,7 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.predictive import evaluate as scores
-from lightning_bayes.predictive import output_law
-from lightning_bayes.predictive import output_law as draws
+from lightning_bayes.predictive import predict as predict_module
 from lightning_bayes.predictive.evaluate import evaluate
 
 H, W, N, IGNORED = 3, 4, 7, 255
@@ -110,8 +109,8 @@ def test_variances_are_those_of_the_dense_jacobian(structure: str) -> None:
 
 @pytest.mark.parametrize("kept", [0, 2**26])
 def test_many_outputs_are_functions_of_the_posterior_s_own_weights(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
-    monkeypatch.setattr(output_law, "MANY", 1)
-    monkeypatch.setattr(draws, "KEPT", kept)
+    monkeypatch.setattr(predict_module, "MANY", 1)
+    monkeypatch.setattr(predict_module, "KEPT", kept)
     posterior, x = fitted("three classes", structure="kron"), real(3, 2, H, W, seed=6)
     generator = seeded(5)
     moves = torch.cat([posterior.sample(1, generator) for _ in range(9)]) - posterior.mean
@@ -127,10 +126,10 @@ def test_many_outputs_are_functions_of_the_posterior_s_own_weights(monkeypatch: 
 
 def both_ways(monkeypatch: pytest.MonkeyPatch, work: Any) -> tuple[Any, Any]:
     """With every draw in memory, and with running sums alone."""
-    monkeypatch.setattr(output_law, "MANY", 1)
+    monkeypatch.setattr(predict_module, "MANY", 1)
     plain = work()
-    monkeypatch.setattr(draws, "KEPT", 0)
-    monkeypatch.setattr(output_law, "BLOCKS", 20)
+    monkeypatch.setattr(predict_module, "KEPT", 0)
+    monkeypatch.setattr(predict_module, "CHUNK", 20)
     monkeypatch.setattr(scores, "ROWS", 5)
     return plain, work()
 
@@ -181,8 +180,8 @@ def test_running_sums_tune_and_score_alike(task: str, monkeypatch: pytest.Monkey
 
 
 def test_a_failing_likelihood_leaves_the_network_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_law, "MANY", 1)
-    monkeypatch.setattr(draws, "KEPT", 0)
+    monkeypatch.setattr(predict_module, "MANY", 1)
+    monkeypatch.setattr(predict_module, "KEPT", 0)
     posterior = fitted("classes", structure="diag")
     posterior.network.train()
 

@@ -33,7 +33,7 @@ from lightning_bayes.jacobian import output_gaussian
 from lightning_bayes.likelihoods.outputs import draw_gaussian
 from lightning_bayes.network import CurvatureError, DataError
 from lightning_bayes.posterior import PosteriorError
-from lightning_bayes.predictive import output_law as draws
+from lightning_bayes.predictive import predict
 
 STRUCTURES = ("kron", "diag", "full")
 N = 7
@@ -439,7 +439,7 @@ def test_function_space() -> None:
 
 def test_more_draws_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     posterior, x = classifier(), X.clone().requires_grad_()
-    monkeypatch.setattr(draws, "KEPT", 1000)
+    monkeypatch.setattr(predict, "KEPT", 1000)
     with pytest.raises(PosteriorError, match=r"100 draws of 21 outputs are too many .* or lower samples"):
         posterior.predict(x, "bnn", differentiable=True)
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_bayes import GLM, Categorical, LaplacePosterior, fit_laplace
 from lightning_bayes.jacobian.products import Jacobian
-from lightning_bayes.predictive import functions, sample_functions
-from lightning_bayes.predictive.output_law import MANY
+from lightning_bayes.predictive import draws, sample_functions
+from lightning_bayes.predictive.predict import MANY
 
 C = MANY + 6
 X, TOKENS = real(9, 3), torch.arange(36).reshape(9, 4) % 7
@@ -81,7 +81,7 @@ def test_draws_are_the_jacobian_times_the_weight_samples(name: str) -> None:
 def test_draws_do_not_depend_on_how_many_go_together(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     posterior, x = fitted("convolutions and batch norm")
     expected = linearised_draws(posterior, x, 7, seeded(2))
-    monkeypatch.setattr(functions, "_together", lambda posterior, x: together)
+    monkeypatch.setattr(draws, "_samples_together", lambda posterior, x: together)
     torch.testing.assert_close(sample_functions(posterior, x, 7, seeded(2)), expected, **TIGHT)
 
 

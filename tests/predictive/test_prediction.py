@@ -28,7 +28,7 @@ from lightning_bayes import (
 from lightning_bayes.likelihoods import HeteroscedasticGaussian
 from lightning_bayes.likelihoods.outputs import draw_gaussian
 from lightning_bayes.network import DataError
-from lightning_bayes.predictive.output_law import RunningMixture
+from lightning_bayes.predictive.predict import RunningMixture
 
 X = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.tensor([0, 2, 1, 1, 0, 2, 2])
@@ -120,7 +120,7 @@ def test_what_belongs_to_another_kind_says_what_to_use() -> None:
 def test_mutual_information_of_draws_is_the_entropy_that_knowing_the_weights_takes_away(
     predictive: str, draws: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_bayes.predictive.output_law.MANY", 0)  # so that "glm" is sampled, too
+    monkeypatch.setattr("lightning_bayes.predictive.predict.MANY", 0)  # so that "glm" is sampled, too
     for kind in ("classes", "dense classes"):
         fitted = posterior(kind)
         p = draws(fitted, X, 20, seeded()).softmax(2)
@@ -232,7 +232,7 @@ def test_epistemic_and_aleatoric_parts_make_the_whole(
 ) -> None:
     """With outputs so wide, and so few draws, that closed forms and draws are far from each other."""
     if predictive == "many outputs":
-        monkeypatch.setattr("lightning_bayes.predictive.output_law.MANY", 0)
+        monkeypatch.setattr("lightning_bayes.predictive.predict.MANY", 0)
         predictive = "glm"
     fitted = posterior(kind, **({"gp": GP(points=None)} if predictive == "gp" else {})).with_prior(1e-3)
     for link in fitted.likelihood.links:
@@ -315,7 +315,7 @@ def check_one_value(predict: Callable[[Tensor], Prediction], x: Tensor = X, **to
 )
 def test_one_input_has_one_value(kind: str, predictive: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if predictive == "many outputs":
-        monkeypatch.setattr("lightning_bayes.predictive.output_law.MANY", 0)
+        monkeypatch.setattr("lightning_bayes.predictive.predict.MANY", 0)
         predictive = "glm"
     fitted = posterior(kind, **({"gp": GP(points=None)} if predictive == "gp" else {})).with_prior(0.1)
     for link in fitted.likelihood.links if predictive in ("glm", "gp") else (None,):

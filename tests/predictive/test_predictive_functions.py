@@ -255,7 +255,7 @@ class TestManyOutputs:
             Shaped(mlp(12), 3, 4), [(X, real(9, 3, 4))], Gaussian(0.3), prior_precision=2.0, structure="kron"
         )
         exact = posterior.predict(X_TEST)
-        monkeypatch.setattr(import_module("lightning_bayes.predictive.output_law"), "MANY", 3)
+        monkeypatch.setattr(import_module("lightning_bayes.predictive.predict"), "MANY", 3)
         n = 1000
         sampled = posterior.predict(X_TEST, GLM(samples=n), generator=seeded(7))
         torch.testing.assert_close(sampled.mean, exact.mean, **TIGHT)

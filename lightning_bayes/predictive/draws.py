@@ -1,0 +1,248 @@
+"""Functions drawn from a posterior: a weight sample `θ_s ~ q(θ)`, and the network with these weights at any `x`.
+
+A draw of the network itself is `f(x; θ_s)`. A draw of the linearised network is `f(x; θ*) + J(x)(θ_s − θ*)` (GLM paper,
+eq. (10)), by Jacobian products and without the Jacobian (see `jacobian.products`). The optimum of such a draw is where
+Thompson sampling looks next (Thompson 1933, "On the likelihood that one unknown probability exceeds another in view of
+the evidence of two samples").
+
+The weight samples also give the moments of an **autoencoder** in its latent and output space (Laplacian autoencoders,
+figure 2), for any module with submodules `encoder` and `decoder`. Each sample `θ_s = (ψ_s, φ_s)` is an encoder `e_ψ`
+with its decoder `d_φ`:
+
+    z_s = e_ψ_s(x),    f_s = d_φ_s(z_s),    mean = Σ_s f_s / S,    variance = Σ_s (f_s − mean)² / S,
+
+and the same for `z`. The squared error of a sampled network, averaged over samples, is the squared error of the mean
+plus the variance. The module's own `forward` is not called. Weights outside the posterior keep the network's values:
+with a posterior of the decoder alone, the latent variance is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bayes.arguments import count, flag, word
+from lightning_bayes.jacobian.products import Jacobian
+from lightning_bayes.likelihoods.outputs import check_generator
+from lightning_bayes.network import inputs
+from lightning_bayes.network.borrowed import call_with, preserved_rng
+from lightning_bayes.network.input_graph import check_differentiable
+from lightning_bayes.network.output import network_name
+from lightning_bayes.posterior import GaussianPosterior, PosteriorError
+from lightning_bayes.posterior.at_mean import at_mean, unflatten
+from lightning_bayes.posterior.gaussian import NEEDS_WHOLE, implements
+from lightning_bayes.predictive.prediction import TensorFields
+
+CHUNK, MOST_CHUNK = 2**28, 2**30  # bytes of the samples that go through the network together
+
+
+def sample_functions(
+    posterior: GaussianPosterior,
+    x: Any,
+    n: int,
+    generator: torch.Generator | None = None,
+    linearised: bool = True,
+    differentiable: bool = False,
+) -> Tensor:
+    """`n` functions drawn from the posterior, evaluated at `x`. All inputs share each weight sample, so the draws are
+    smooth in x.  # [n, B, ...]"""
+    count("n", n)
+    check_generator(generator)
+    flag("linearised", linearised)
+    check_differentiable(differentiable, x)
+    draws: list[Tensor] = []
+    each_function(posterior, x, n, generator, linearised, draws.append, differentiable)
+    return torch.stack(draws)
+
+
+def each_function(
+    posterior: GaussianPosterior,
+    x: Any,
+    n: int,
+    generator: torch.Generator | None,
+    linearised: bool,
+    consume: Callable[[Tensor], None],
+    differentiable: bool = False,
+) -> None:
+    """`sample_functions` that passes one draw `[B, ...]` after the other to `consume`."""
+    if linearised and posterior.is_sharded:
+        raise PosteriorError(f"the linearised network {NEEDS_WHOLE}: use linearised=False")
+    with at_mean(posterior, x, differentiable) as x:
+        jacobian = Jacobian(posterior.network, posterior.subset, x, differentiable=differentiable)
+        few = _samples_together(posterior, x) if linearised and not differentiable else 1
+        for start in range(0, n, few):
+            moves = [draw_move(posterior, generator) for _ in range(min(few, n - start))]
+            if linearised and len(moves) > 1:
+                for f in jacobian.linearised_many(torch.stack(moves)):
+                    consume(f)
+            else:
+                consume(jacobian.linearised(moves[0]) if linearised else jacobian.at(moves[0]))
+
+
+def draw_move(posterior: GaussianPosterior, generator: torch.Generator | None) -> Tensor:
+    """A weight sample minus the network's weights. Every sample is drawn by itself, so the numbers do not depend on how
+    many go through the network together.  # [P]"""
+    move = posterior.sample(1, generator)[0] - posterior.mean
+    return move if posterior.shift is None else move + posterior.shift
+
+
+def _samples_together(posterior: GaussianPosterior, x: Any) -> int:
+    """As many samples as fit in the cache, but at least four, which share the network's own pass, if memory allows. The
+    widest layer is assumed to be sixteen times as large as the input."""
+    numbers = posterior.subset.full_size + 16 * sum(t.numel() for t in inputs.tensors(x))
+    size = numbers * posterior.mean.element_size()
+    return max(1, CHUNK // size, min(4, MOST_CHUNK // size))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FunctionDraw:
+    """`x ↦ f(x)` of a fixed weight sample: the same function at every call, for any batch.  # [B, ...], or of `n`
+    samples [n, B, ...]
+
+    It returns the network's outputs (logits or means), without noise or calibration. If `x` requires gradients and they
+    are enabled, the outputs keep the graph to `x`; the weights get none.
+    """
+
+    posterior: GaussianPosterior
+    moves: Sequence[Tensor]  # [P] from the network's weights to each sample
+    linearised: bool
+    single: bool  # whether the outputs have no dimension for the samples
+
+    def __call__(self, x: Any) -> Tensor:
+        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs.tensors(x))
+        posterior = self.posterior
+        with at_mean(posterior, x, differentiable) as x:
+            jacobian = Jacobian(posterior.network, posterior.subset, x, differentiable=differentiable)
+            draws = [jacobian.linearised(move) if self.linearised else jacobian.at(move) for move in self.moves]
+        return draws[0] if self.single else torch.stack(draws)
+
+    def __repr__(self) -> str:
+        kind = "the linearised network" if self.linearised else "the network"
+        return f"FunctionDraw({'one sample' if self.single else f'{len(self.moves)} samples'} of {kind})"
+
+
+@implements("sample_function")
+def draw_function(
+    posterior: GaussianPosterior, generator: torch.Generator | None, predictive: str, n: int | None
+) -> FunctionDraw:
+    check_generator(generator)
+    word("predictive", predictive, ("glm", "bnn"))
+    if n is not None:
+        count("n", n)
+    posterior.check_weights()
+    exact = torch.autocast(posterior.device.type, enabled=False)
+    with preserved_rng(posterior.device), torch.inference_mode(False), torch.no_grad(), exact:
+        moves = [draw_move(posterior, generator) for _ in range(n or 1)]
+    return FunctionDraw(posterior, tuple(moves), predictive == "glm", n is None)
+
+
+class RunningMoments:
+    """Mean and variance by Welford's update (1962, "Note on a method for calculating corrected sums of squares and
+    products"), which does not cancel: `m ← m + (mₙ − m)/n`, `s ← s + (mₙ − m_before)(mₙ − m_after)`."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def add(self, value: Tensor) -> None:
+        self.n += 1
+        if self.n == 1:
+            self.mean, self._squares = value.clone(), torch.zeros_like(value)
+            return
+        move = value - self.mean
+        self.mean.add_(move, alpha=1 / self.n)
+        self._squares.addcmul_(move, value - self.mean)
+
+    @property
+    def variance(self) -> Tensor:
+        return self._squares / self.n
+
+
+PARTS = {"encoder": "latent_", "decoder": ""}  # each part's prefix in the fields of a Reconstruction
+
+
+@dataclass(frozen=True, eq=False)
+class Reconstruction(TensorFields):
+    """Moments over sampled autoencoders. `encode` fills the latent ones, `decode` the others, and `reconstruct` all of
+    them; the samples are kept on request."""
+
+    mean: Tensor | None = None  # [B, ...]
+    variance: Tensor | None = None  # [B, ...]
+    latent_mean: Tensor | None = None  # [B, ...]
+    latent_variance: Tensor | None = None  # [B, ...]
+    samples: Tensor | None = None  # [S, B, ...]
+    latent_samples: Tensor | None = None  # [S, B, ...]
+
+
+def decode(
+    posterior: GaussianPosterior,
+    z: Any,
+    samples: int = 100,
+    generator: torch.Generator | None = None,
+    keep_samples: bool = False,
+) -> Reconstruction:
+    """The moments in output space of sampled decoders at the latent points `z`."""
+    return reconstruct(posterior, z, samples, generator, keep_samples, parts=("decoder",))
+
+
+@implements("reconstruct")
+def reconstruct(
+    posterior: GaussianPosterior,
+    x: Any,
+    samples: int = 100,
+    generator: torch.Generator | None = None,
+    keep_samples: bool = False,
+    parts: Sequence[str] = tuple(PARTS),
+) -> Reconstruction:
+    """The moments in the spaces of these parts. Each sampled decoder reads what its sample's encoder returned. The same
+    generator draws the same networks for all parts and batches."""
+    count("samples", samples)
+    check_generator(generator)
+    flag("keep_samples", keep_samples)
+    for name in PARTS:
+        if not isinstance(getattr(posterior.network, name, None), nn.Module):
+            children = ", ".join(child for child, _ in posterior.network.named_children()) or "none"
+            raise PosteriorError(
+                f"{network_name(posterior.network)} has no submodule {name!r} (its submodules are: {children}): name "
+                "the two parts of an autoencoder `encoder` and `decoder`, or use predict, which needs no names"
+            )
+    moments = {part: RunningMoments() for part in parts}
+    kept: dict[str, list[Tensor]] = {part: [] for part in parts}
+    with at_mean(posterior, x) as x:
+        chain = _Chain(posterior.network, parts)
+        mean = {name: p.detach() for name, p in posterior.subset.parameters(posterior.network).items()}
+        for _ in range(samples):
+            moves = unflatten(posterior, draw_move(posterior, generator))
+            weights = {f"network.{name}": p + moves[name] for name, p in mean.items()}
+            for part, value in zip(parts, call_with(chain, weights, (x,)), strict=True):
+                if not isinstance(value, Tensor):
+                    kind = type(value).__name__
+                    raise PosteriorError(f"the {part} must return one tensor, but it returned a {kind}")
+                moments[part].add(value.to(torch.promote_types(value.dtype, torch.float32)))
+                if keep_samples:
+                    kept[part].append(value)
+    fields: dict[str, Tensor | None] = {}
+    for part, prefix in PARTS.items():
+        if part in moments:
+            fields |= {f"{prefix}mean": moments[part].mean, f"{prefix}variance": moments[part].variance}
+            fields[f"{prefix}samples"] = torch.stack(kept[part]) if keep_samples else None
+    return Reconstruction(**fields)
+
+
+class _Chain(nn.Module):
+    """Parts of a network in a row, as one `forward` that a functional call can run with other weights."""
+
+    def __init__(self, network: nn.Module, parts: Sequence[str]) -> None:
+        super().__init__()
+        self.network, self._names = network, parts
+        self.training = network.training
+
+    def forward(self, x: Any) -> list[Any]:
+        values = []
+        for name in self._names:
+            x = inputs.call(getattr(self.network, name), x)
+            values.append(x)
+        return values
