@@ -13,7 +13,7 @@ metrics that need the whole sample. Three properties of torchmetrics shape this 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import singledispatch
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -109,6 +109,8 @@ class AdditiveMetric(Metric):
 
 class MeanMetric(AdditiveMetric):
     """A mean over examples, from the sums (Σ, n). NaN if nothing was counted."""
+
+    batch_sums: ClassVar[Callable[..., Tensor]]  # (Σ, n) of the checked inputs of a batch
 
     def __init__(self, settings: Sequence[Any] = (), **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -37,8 +37,10 @@ class ClassificationMean(MeanMetric):
         super().__init__(settings=(ignore_index,), **kwargs)
         self.ignore_index = check_label(ignore_index)
 
-    def _inputs(self, probs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return classification_inputs(probs, target, self.ignore_index, self.validate_args)
+    def update(self, probs: Tensor, target: Tensor) -> None:
+        """Add a batch of `probs` `[B, C, ...]` and `target` `[B, ...]`."""
+        inputs = classification_inputs(probs, target, self.ignore_index, self.validate_args)
+        self.accumulate(self.batch_sums(*inputs))
 
 
 class NegativeLogLikelihood(ClassificationMean):
@@ -56,9 +58,7 @@ class NegativeLogLikelihood(ClassificationMean):
     tensor(1.0397, dtype=torch.float64)
     """
 
-    def update(self, probs: Tensor, target: Tensor) -> None:
-        """Add a batch of `probs` `[B, C, ...]` and `target` `[B, ...]`."""
-        self.accumulate(_negative_log_likelihood_update(*self._inputs(probs, target)))
+    batch_sums = staticmethod(_negative_log_likelihood_update)
 
 
 class BrierScore(ClassificationMean):
@@ -76,10 +76,7 @@ class BrierScore(ClassificationMean):
     """
 
     plot_upper_bound = 2.0
-
-    def update(self, probs: Tensor, target: Tensor) -> None:
-        """Add a batch of `probs` `[B, C, ...]` and `target` `[B, ...]`."""
-        self.accumulate(_brier_score_update(*self._inputs(probs, target)))
+    batch_sums = staticmethod(_brier_score_update)
 
 
 class BrierDecomposition(AdditiveMetric):

@@ -23,7 +23,15 @@ from lightning_bayes.metrics.functional.regression import (
 from lightning_bayes.metrics.functional.statistics import Norm, regression_inputs
 
 
-class GaussianNLL(MeanMetric):
+class GaussianMean(MeanMetric):
+    """A mean over Gaussian predictions."""
+
+    def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
+        """Add every element of three tensors of one shape."""
+        self.accumulate(self.batch_sums(*regression_inputs(mean, variance, target, self.validate_args)))
+
+
+class GaussianNLL(GaussianMean):
     """Mean negative log-likelihood under N(mean, variance), noise included. NaN if nothing was counted.
 
     >>> import torch
@@ -34,13 +42,10 @@ class GaussianNLL(MeanMetric):
     """
 
     higher_is_better = False
-
-    def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
-        """Add every element of three tensors of one shape."""
-        self.accumulate(_gaussian_nll_update(*regression_inputs(mean, variance, target, self.validate_args)))
+    batch_sums = staticmethod(_gaussian_nll_update)
 
 
-class GaussianCRPS(MeanMetric):
+class GaussianCRPS(GaussianMean):
     """Mean CRPS of N(mean, variance), noise included. NaN if nothing was counted.
 
     >>> import torch
@@ -52,10 +57,7 @@ class GaussianCRPS(MeanMetric):
 
     higher_is_better = False
     plot_lower_bound = 0.0
-
-    def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
-        """Add every element of three tensors of one shape."""
-        self.accumulate(_gaussian_crps_update(*regression_inputs(mean, variance, target, self.validate_args)))
+    batch_sums = staticmethod(_gaussian_crps_update)
 
 
 class IntervalCoverage(MeanMetric):
@@ -81,7 +83,7 @@ class IntervalCoverage(MeanMetric):
         self.accumulate(_interval_coverage_update(*inputs, self._z))
 
 
-class IntervalWidth(MeanMetric):
+class IntervalWidth(GaussianMean):
     """Mean width of the central interval, in the unit of the target. NaN if nothing was counted.
 
     >>> import torch
@@ -92,14 +94,11 @@ class IntervalWidth(MeanMetric):
     """
 
     plot_lower_bound = 0.0
+    batch_sums = staticmethod(_interval_width_update)
 
     def __init__(self, level: float = 0.95, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.level, self._z = level, interval_z(level)
-
-    def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
-        """Add every element of three tensors of one shape; only `variance` changes the width."""
-        self.accumulate(_interval_width_update(*regression_inputs(mean, variance, target, self.validate_args)))
 
     def compute(self) -> Tensor:
         """The mean width over everything seen."""

@@ -203,15 +203,14 @@ def _taken(group: dict[str, Any], index: int, multipliers: Mapping[Tensor, float
     group["params"] = [p for _, p in members if p not in multipliers]
     if names:
         group["param_names"] = [name for name, p in members if p not in multipliers]
-    return [_child(group, index, m, parameters) for m, parameters in by_multiplier.items()]
-
-
-def _child(group: dict[str, Any], index: int, m: float, parameters: list[Any]) -> dict[str, Any]:
-    child = {key: deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
-    child.update({key: m * child[key] for key in _RATES if key in child})
-    if "weight_decay" in child:
-        child["weight_decay"] = 0.0  # the KL pulls log σ to the prior; decay would pull it to σ = 1
-    return {**child, "params": parameters, MULTIPLIER: m, PARENT: index, BOUND: 0.0}
+    new_groups = []
+    for m, parameters in by_multiplier.items():
+        new = {key: deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+        new.update({key: m * new[key] for key in _RATES if key in new})
+        if "weight_decay" in new:
+            new["weight_decay"] = 0.0  # the KL pulls log σ to the prior; decay would pull it to σ = 1
+        new_groups.append({**new, "params": parameters, MULTIPLIER: m, PARENT: index, BOUND: 0.0})
+    return new_groups
 
 
 def _extend(scheduler: Any, children: list[tuple[int, float]], before: int) -> None:
@@ -255,7 +254,10 @@ def _warn_before_training(trainer: Trainer) -> None:
         return
     for optimizer in trainer.optimizers:
         groups = _bounded_groups(optimizer)
-        bound, m = min(((steps * _highest_rate(group), group[MULTIPLIER]) for group in groups), default=(math.inf, 1.0))
+        # A schedule may start low, and stores its base or peak in the group.
+        highest = [max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if key in group) for group in groups]
+        bounds = [(steps * rate, group[MULTIPLIER]) for rate, group in zip(highest, groups, strict=True)]
+        bound, m = min(bounds, default=(math.inf, 1.0))
         if bound < BELOW_PRIOR - 1e-9:
             names = ", ".join(type(scheduler).__name__ for scheduler in _schedulers_of(optimizer, trainer))
             unless = f" (if {names} never raises them above {bound / steps / m:g})" if names else ""
@@ -280,11 +282,6 @@ def _warn_after_training(trainer: Trainer) -> None:
 def _bounded_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The groups of log σ, if the learning rate bounds a step, as with Adam and similar optimizers."""
     return [] if isinstance(optimizer, _UNBOUNDED) else [group for _, group in _log_sigma_groups(optimizer)]
-
-
-def _highest_rate(group: dict[str, Any]) -> float:
-    """A schedule may start low, and stores its base or peak in the group."""
-    return max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if key in group)
 
 
 def _too_short(bound: float, m: float, of: str, consequence: str) -> str:

@@ -107,7 +107,15 @@ def options_from(
         if key not in known:
             raise OptionError(f"variational has no key {key!r}: use {', '.join(map(repr, known))}")
     if "likelihood" in options:
-        options["likelihood"] = _likelihood_from(options["likelihood"])
+        given_likelihood = options["likelihood"]  # an object, a word, or the state that `plain` made
+        try:
+            is_state = isinstance(given_likelihood, Mapping)
+            options["likelihood"] = (Likelihood.from_state if is_state else resolve)(given_likelihood)
+        except UnknownLikelihoodError:
+            raise OptionError(
+                f"the likelihood {given_likelihood.get('name')!r} cannot be loaded from a file: pass "
+                "variational={'likelihood': …} again"
+            ) from None
     if isinstance(options.get("deterministic"), str):
         options["deterministic"] = (options["deterministic"],)
     patterns = options.get("deterministic") or ()
@@ -136,19 +144,6 @@ def plain(given: Mapping[str, Any] | None) -> dict[str, Any]:
     if isinstance(network, Network):
         options["network"] = asdict(network)
     return options
-
-
-def _likelihood_from(given: str | Likelihood | Mapping[str, Any]) -> Likelihood:
-    """A likelihood from an object, a word, or the state that `plain` made."""
-    if not isinstance(given, Mapping):
-        return resolve(given)
-    try:
-        return Likelihood.from_state(given)
-    except UnknownLikelihoodError:
-        name = given.get("name")
-        raise OptionError(
-            f"the likelihood {name!r} cannot be loaded from a file: pass variational={{'likelihood': …}} again"
-        ) from None
 
 
 class VariationalMixin(MixinBase):

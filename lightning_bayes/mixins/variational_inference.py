@@ -93,7 +93,18 @@ def sampled_weights(q: GaussianWeights, log_σ: Mapping[nn.Parameter, nn.Paramet
             return
         with LocalReparameterization(q.network, {μ: log_σ[μ] for μ in local}, generator) as layers:
             yield moves
-        _check_local(q.module, layers.unseen, layers.confused)
+        seen_wrongly = layers.unseen | layers.confused
+        names = [name for name, p in q.module.named_parameters() if p in seen_wrongly]
+        if layers.unseen:
+            raise StepError(
+                f"local_reparameterization did not see how {format_names(names)} is used in the training step: call "
+                "its layer as a module, turn the option off, or make the parameter deterministic"
+            )
+        if layers.confused:
+            raise StepError(
+                f"local_reparameterization cannot repeat the noise of {format_names(names)} for activation "
+                "checkpointing, because its layer runs several times in one forward pass: turn one of the two off"
+            )
 
 
 @torch.no_grad()
@@ -111,20 +122,6 @@ def new_generator(q: GaussianWeights) -> torch.Generator:
     key = f"{q.options.seed} {q.draws} {Processes.current().rank}".encode()
     seed = int.from_bytes(hashlib.sha256(key).digest()[:7], "big")
     return torch.Generator(device=q.module.device).manual_seed(seed)
-
-
-def _check_local(module: nn.Module, unseen: set[nn.Parameter], confused: set[nn.Parameter]) -> None:
-    names = [name for name, p in module.named_parameters() if p in unseen | confused]
-    if unseen:
-        raise StepError(
-            f"local_reparameterization did not see how {format_names(names)} is used in the training step: call its "
-            "layer as a module, turn the option off, or make the parameter deterministic"
-        )
-    if confused:
-        raise StepError(
-            f"local_reparameterization cannot repeat the noise of {format_names(names)} for activation checkpointing, "
-            "because its layer runs several times in one forward pass: turn one of the two off"
-        )
 
 
 def scaled_gradients(q: GaussianWeights, loss: Tensor, θ: list[nn.Parameter]) -> Gradients:

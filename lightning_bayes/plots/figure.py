@@ -15,10 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from lightning_bayes.arguments import count, format_value, instance, text
-from lightning_bayes.metrics.functional.statistics import check_tensors
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BLUE, SKY, VERMILION, GREY = "#0072B2", "#56B4E9", "#D55E00", "#404040"
@@ -80,30 +78,6 @@ def canvas(
 def to_numpy(x: Tensor) -> np.ndarray:
     """A tensor from any device and of any dtype as a float64 array."""
     return x.detach().cpu().double().numpy()
-
-
-def check_shape(name: str, value: Tensor, expected: str, *shapes: list[int]) -> None:
-    """Raise an error unless `value` is a tensor of one of the `shapes`, which the message calls `expected`."""
-    check_tensors(**{name: value})
-    if list(value.shape) not in shapes:
-        raise ValueError(f"{name} must {expected}, got shape {list(value.shape)}.")
-
-
-def check_one_each(name: str, value: Tensor, owner: str, n: int) -> None:
-    """Raise an error unless `value` is `[n]` or `[n, 1]`, with one value for each element of `owner`."""
-    check_shape(name, value, f"have a value for each of the {n} of {owner}", [n], [n, 1])
-
-
-def draw_diagonal(ax: "Axes", xlabel: str, ylabel: str) -> None:
-    """The line of perfect calibration on the unit square, with a light grid."""
-    ax.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1.2, label="perfect calibration")
-    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel=xlabel, ylabel=ylabel, aspect="equal")
-    ax.grid(color="0.9", linewidth=0.6)
-
-
-def label_box(pad: float, edge: str, alpha: float) -> dict[str, Any]:
-    """A white box that keeps a text readable on top of a picture."""
-    return {"boxstyle": f"round,pad={pad}", "facecolor": "white", "edgecolor": edge, "alpha": alpha}
 
 
 def log_figure(loggers: Any, name: str, figure: "Figure", step: int, directory: str | Path) -> Path | None:

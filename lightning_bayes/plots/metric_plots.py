@@ -34,16 +34,7 @@ from lightning_bayes.metrics.base import AdditiveMetric, draw
 from lightning_bayes.metrics.functional.classification import Binning
 from lightning_bayes.metrics.functional.ranking import _ood_counts
 from lightning_bayes.metrics.functional.statistics import Norm, check_tensors
-from lightning_bayes.plots.figure import (
-    BLUE,
-    GREY,
-    SKY,
-    VERMILION,
-    canvas,
-    draw_diagonal,
-    require_matplotlib,
-    to_numpy,
-)
+from lightning_bayes.plots.figure import BLUE, GREY, SKY, VERMILION, canvas, require_matplotlib, to_numpy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,7 +84,7 @@ def _draw_reliability(metric: CalibrationError, ax: Any, val: Any = None) -> tup
         ax.bar(left, accuracy, color=SKY, edgecolor="black", label="accuracy", **bar)
         gap = confidence - accuracy
         ax.bar(left, gap, bottom=accuracy, fill=False, hatch="////", edgecolor=VERMILION, label="gap", **bar)
-        draw_diagonal(ax, "confidence", "accuracy")
+        _draw_diagonal(ax, "confidence", "accuracy")
 
         strip = ax.inset_axes((0, 1.05, 1, 0.22))
         strip.bar(left, share if by_width else share / width, color="0.8", edgecolor="black", **bar)
@@ -137,7 +128,7 @@ def _draw_quantiles(metric: RegressionCalibrationError, ax: Any, val: Any = None
     with canvas(ax) as (figure, ax):
         ax.fill_between(x, x, y, facecolor="none", edgecolor=VERMILION, hatch="////", linewidth=0, label="gap")
         ax.plot(x, y, color=BLUE, marker="o", markersize=4, linewidth=1.8, label="model", clip_on=False, zorder=3)
-        draw_diagonal(ax, "expected level", "observed share of targets below")
+        _draw_diagonal(ax, "expected level", "observed share of targets below")
         title = f"{_QUANTILE_NAMES[metric.norm]} = {float(metric.compute()):.4f}"
         ax.legend(loc="best", title=title, alignment="left")
     return figure, ax
@@ -210,3 +201,10 @@ def _of_tensors(metric: AnyMetric, **inputs: Tensor) -> AnyMetric:
     metric.to(next(iter(inputs.values())).device)
     metric.update(**inputs)
     return metric
+
+
+def _draw_diagonal(ax: "Axes", xlabel: str, ylabel: str) -> None:
+    """The line of perfect calibration on the unit square, with a light grid."""
+    ax.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1.2, label="perfect calibration")
+    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel=xlabel, ylabel=ylabel, aspect="equal")
+    ax.grid(color="0.9", linewidth=0.6)

@@ -18,18 +18,7 @@ from torch import Tensor
 
 from lightning_bayes.arguments import format_value
 from lightning_bayes.metrics.functional.statistics import check_tensors
-from lightning_bayes.plots.figure import (
-    BLUE,
-    CLASS_COLOURS,
-    CLASS_MARKERS,
-    GREY,
-    VERMILION,
-    canvas,
-    check_one_each,
-    check_shape,
-    label_box,
-    to_numpy,
-)
+from lightning_bayes.plots.figure import BLUE, CLASS_COLOURS, CLASS_MARKERS, GREY, VERMILION, canvas, to_numpy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -305,3 +294,20 @@ def _as_picture(image: np.ndarray) -> np.ndarray:
     low, high = image.min(), image.max()
     scaled = (image - low) / (high - low if high > low else 1.0)
     return scaled[0] if len(scaled) == 1 else np.moveaxis(scaled, 0, -1)
+
+
+def check_shape(name: str, value: Tensor, expected: str, *shapes: list[int]) -> None:
+    """Raise an error unless `value` is a tensor of one of the `shapes`, which the message calls `expected`."""
+    check_tensors(**{name: value})
+    if list(value.shape) not in shapes:
+        raise ValueError(f"{name} must {expected}, got shape {list(value.shape)}.")
+
+
+def check_one_each(name: str, value: Tensor, owner: str, n: int) -> None:
+    """Raise an error unless `value` is `[n]` or `[n, 1]`, with one value for each element of `owner`."""
+    check_shape(name, value, f"have a value for each of the {n} of {owner}", [n], [n, 1])
+
+
+def label_box(pad: float, edge: str, alpha: float) -> dict[str, Any]:
+    """A white box that keeps a text readable on top of a picture."""
+    return {"boxstyle": f"round,pad={pad}", "facecolor": "white", "edgecolor": edge, "alpha": alpha}
