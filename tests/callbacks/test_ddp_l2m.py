@@ -2,25 +2,112 @@
 
 from typing import Any
 
-import ddp_l2m_worker
+import lightning as L
 import pytest
 import torch
-from ddp_l2m_worker import CASES, EXAMPLES
-from helpers.processes import launched, results
-from l2m_cases import adam
+from callback_cases import labelled, measured
+from helpers.processes import Peer, alone_and_together
+from l2m_cases import Net, adam, l2m, wide
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
-from lightning_bayes import GaussianPosterior
+from lightning_bayes import GaussianPosterior, Tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")
+
+
+GLOBAL = 8  # examples in a step of all processes
+EXAMPLES = 44  # the last step has four
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "accumulated": ({}, {"accumulate_grad_batches": 2}),
+    "accumulated, the last short": ({}, {"accumulate_grad_batches": 4}),
+    "limited": ({}, {"limit_train_batches": 3}),
+    "limited to a share": ({}, {"limit_train_batches": 0.5}),
+    "marglik": ({"tune": "marglik"}, {}),
+    "mackay": ({"tune": Tuning("mackay", groups="layers")}, {}),
+    "limited marglik": ({"tune": "marglik"}, {"limit_train_batches": 3}),
+    "grid": ({"tune": "grid"}, {}),
+    "paper": ({"scaling": "paper"}, {}),
+}
+
+
+class Regressor(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.mse_loss(self(batch[0])[:, :2], batch[1])
+
+
+class Scenarios:
+    def __init__(self, peer: Peer) -> None:
+        self.peer, self.results = peer, dict[str, Any]()
+
+    def loader(self, data: Any) -> DataLoader[Any]:
+        return self.peer.in_order(data, GLOBAL)
+
+    def trainer(self, *callbacks: Any, **arguments: Any) -> L.Trainer:
+        return self.peer.trainer(*callbacks, **{"use_distributed_sampler": False, "precision": "64-true", **arguments})
+
+    def keep(self, key: str, callback: Any) -> None:
+        posterior = callback.posterior
+        self.results[key] = {
+            "n_data": posterior.n_data,
+            "batch size": callback._batches.size,
+            "mean": posterior.mean,
+            "precision": posterior.precision.diagonal(),
+            "prior": posterior.prior_precision,
+        }
+
+    def posteriors(self) -> None:
+        for name, (words, options) in CASES.items():
+            callback = l2m(**words)
+            validation = DataLoader(wide(labelled(13, 4)), 4)
+            self.trainer(callback, **options).fit(adam(), self.loader(wide(labelled(EXAMPLES))), validation)
+            self.keep(name, callback)
+
+    def regression(self) -> None:
+        callback = l2m(likelihood="regression", tune="marglik")
+        model = Regressor(torch.optim.AdamW, lr=0.01)
+        model.net[2] = torch.nn.Linear(5, 2)
+        torch.nn.init.ones_(model.net[2].weight)
+        torch.nn.init.zeros_(model.net[2].bias)
+        self.trainer(callback).fit(model, self.loader(wide(measured(EXAMPLES))))
+        self.keep("regression", callback)
+        self.results["regression"]["noise"] = float(callback.posterior.likelihood.noise_std)  # type: ignore[attr-defined]
+
+    def lightnings_own_sampler(self) -> None:
+        """Shuffled and padded, as Lightning does it to a loader of the user's."""
+        callback = l2m(tune="marglik")
+        fit = self.trainer(callback, use_distributed_sampler=True)
+        fit.fit(adam(), DataLoader(wide(labelled(37)), 4, shuffle=True))
+        self.keep("own sampler", callback)
+
+    def evaluation(self) -> None:
+        callback, checkpoint = l2m(), ModelCheckpoint(self.peer.folder / "kept")
+        model = adam()
+        fit = self.trainer(callback, checkpoint, enable_checkpointing=True)
+        fit.fit(model, self.loader(wide(labelled(EXAMPLES))))
+        fit = self.trainer(callback, use_distributed_sampler=True)
+        held_out = DataLoader(wide(labelled(11, 5)), 4)  # which is padded for two
+        self.results["test"] = fit.test(model, held_out, verbose=False)[0]
+        self.results["predict"] = torch.cat([each.probs for each in fit.predict(model, held_out)])
+        self.results["files"] = [str(callback.posterior_path), checkpoint.best_model_path]
+
+
+def run(peer: Peer) -> dict[str, Any]:
+    """The results of this process."""
+    scenarios = Scenarios(peer)
+    scenarios.posteriors()
+    scenarios.regression()
+    scenarios.lightnings_own_sampler()
+    scenarios.evaluation()
+    return scenarios.results
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
     """What one process alone has, and what each of two has."""
-    together = tmp_path_factory.mktemp("together")
-    with launched(ddp_l2m_worker.__file__, together, 2) as processes:
-        alone = ddp_l2m_worker.run(tmp_path_factory.mktemp("alone"), 1)
-        return alone, results(together, processes)
+    return alone_and_together(run, tmp_path_factory, 2)[:2]
 
 
 @pytest.mark.parametrize("case", [*CASES, "regression"])

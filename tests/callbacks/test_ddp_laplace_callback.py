@@ -1,21 +1,214 @@
 """Real processes under DDP: any number of them ends with what one alone has."""
 
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ddp_worker
+import lightning as L
 import pytest
 import torch
-from callback_cases import labelled
-from helpers.processes import launched, results
+from callback_cases import FEATURES, Classifier, draw, labelled, laplace
+from helpers.processes import Peer, alone_and_together
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, SubsetRandomSampler
 
-from lightning_bayes import GaussianPosterior
+from lightning_bayes import BNN, GLM, GP, GaussianPosterior, Prior, Tuning, fit_laplace
+from lightning_bayes.network import Processes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`"),
     pytest.mark.filterwarnings("ignore:.*in eval mode"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
+
+
+X = draw(5, FEATURES, seed=9).double()
+CURVATURES = ("ggn", "empirical_fisher", "fisher_mc")
+STRUCTURES = ("diag", "full", "ekfac", "lowrank")
+SELECTIONS = ("random", "leverage")
+PRIORS = ("prior", "prior_mean")
+NAMES = (*CURVATURES, *STRUCTURES, *SELECTIONS, *PRIORS)
+BATCH = 4
+OTHERS = ("one_example", "iterated", "evaluation", "stream", "best")
+LOADERS = ("plain", "shuffled", "drop_last", "subset", "limited")
+
+
+class Still(Classifier):
+    """Training that moves nothing, so that the weights are the same on any number of processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for t in self.state_dict().values():
+                if t.is_floating_point():
+                    t.copy_(torch.randn(t.shape, generator=generator).abs())
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.momentum = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.net[1].eval()  # a process may have a single example
+        return super().training_step(batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(labelled(11))
+
+
+class OwnBatches(BatchSampler):
+    """A subclass, which Lightning hands a distributed sampler."""
+
+
+def alone(model: nn.Module, loader: Any) -> Tensor:
+    """The posterior that one process fits to all data."""
+    data = [(x.double(), y) for x, y in loader]
+    return fit_laplace(model, data, processes=Processes()).precision.logdet()
+
+
+def callbacks(**arguments: Any) -> list[Any]:
+    earlier = fit_laplace(
+        Still().double(), [(draw(7, FEATURES, seed=3).double(), torch.arange(7) % 3)], processes=Processes()
+    )
+    priors = {"prior": earlier, "prior_mean": Prior(mean=0.5 * earlier.mean)}
+    return [
+        *(laplace(name=word, curvature=word, **arguments) for word in CURVATURES),
+        *(laplace(name=word, structure=word, **arguments) for word in STRUCTURES),
+        *(laplace(name=word, predictive=GP(points=4, selection=word), **arguments) for word in SELECTIONS),
+        *(laplace(name=word, tune=None, prior=priors[word], **arguments) for word in PRIORS),
+    ]
+
+
+def train_loader(kind: str, n: int) -> tuple[DataLoader[Any], dict[str, Any]]:
+    data, limits = labelled(n), {}
+    if kind == "subset":
+        return DataLoader(data, BATCH, sampler=SubsetRandomSampler(list(range(1, n, 2)))), limits
+    if kind == "limited":
+        limits = {"limit_train_batches": 2}
+    return DataLoader(data, BATCH, shuffle=kind in ("shuffled", "limited"), drop_last=kind == "drop_last"), limits
+
+
+class Scenarios:
+    def __init__(self, peer: Peer) -> None:
+        self.peer, self.results = peer, dict[str, Any]()
+
+    def trainer(self, *callbacks: Any, **arguments: Any) -> L.Trainer:
+        return self.peer.trainer(*callbacks, **{"max_epochs": 1, "precision": "64-true", **arguments})
+
+    def posteriors(self, kind: str, n: int) -> None:
+        """Every curvature and structure, side by side on one Trainer."""
+        loader, limits = train_loader(kind, n)
+        found = callbacks()
+        self.trainer(*found, **limits).fit(Still(), loader)
+        for callback in found:
+            self.keep(f"{kind}:{n}/{callback.name}", callback.posterior)
+
+    def keep(self, key: str, posterior: Any) -> None:
+        self.results[key] = {
+            "n_data": posterior.n_data,
+            "logdet": posterior.precision.logdet(),
+            "prior": posterior.prior_precision,
+            "evidence": posterior.log_marginal_likelihood(),
+            "effective parameters": posterior.effective_parameters,
+            "functional covariance": posterior.functional(X)[1],
+            "prediction": posterior.predict(X).probs,
+            "samples": posterior.sample(3, torch.Generator().manual_seed(2)),
+            "sampled prediction": posterior.predict(
+                X, BNN(samples=4), generator=torch.Generator().manual_seed(2)
+            ).probs,
+        }
+        if posterior.points is not None:
+            points = {**vars(posterior.points), "prediction": posterior.predict(X, "gp").probs}
+            self.results[key]["points"] = points
+
+    def one_example(self) -> None:
+        """Fewer examples than processes."""
+        callback = laplace()
+        self.trainer(callback).fit(Still(), DataLoader(labelled(1), BATCH))
+        self.keep("one", callback.posterior)
+
+    def iterated(self) -> None:
+        """Passes of the linear model, in which a process may have a smaller share, or none."""
+        for n in (11, 1):
+            callback = laplace(tune=Tuning("linear", groups="normalised", iterate=True, passes=8), calibrate=None)
+            self.trainer(callback).fit(Still(), DataLoader(labelled(n), BATCH, shuffle=True))
+            self.keep(f"iterated {n}", callback.posterior)
+
+    def evaluation(self) -> None:
+        """Test loaders that DDP pads, out-of-distribution data, pictures, predictions, checkpoints, a tuned grid."""
+        callback = laplace(ood=True, plots=True, tune="grid", name="grid", predictive=GLM(link="bridge"))
+        checkpoint = ModelCheckpoint(self.peer.folder / "kept")
+        model = Still()
+        fit = self.trainer(callback, checkpoint, enable_checkpointing=True)
+        validation = DataLoader(labelled(13, 4), BATCH)
+        fit.fit(model, DataLoader(labelled(11), BATCH, shuffle=True), validation)
+        self.keep("grid", callback.posterior)
+        held_out = labelled(11, 5)
+        far = DataLoader(4 * draw(7, FEATURES, seed=8), BATCH)  # type: ignore[arg-type]
+        loaders = {
+            "plain": DataLoader(held_out, BATCH),
+            "shuffled": DataLoader(held_out, BATCH, shuffle=True),
+            "subset": DataLoader(held_out, BATCH, sampler=SubsetRandomSampler(range(9))),
+            "batches": DataLoader(held_out, batch_sampler=OwnBatches(SequentialSampler(held_out), BATCH, False)),
+        }
+        for kind, loader in loaders.items():
+            parts = fit.test(model, [loader, far], verbose=False)
+            self.results[f"test/{kind}"] = {key: value for part in parts for key, value in part.items()}
+            callback.use = replace(callback.use, plots=False)  # one pair of pictures is enough
+        self.results["val"] = fit.validate(model, [loaders["plain"]], verbose=False)[0]
+        predictions = fit.predict(model, loaders["plain"])
+        self.results["predict"] = torch.cat([each.probs for each in predictions])
+        self.results["files"] = {"posterior": str(callback.posterior_path), "checkpoint": checkpoint.best_model_path}
+
+    def best(self) -> None:
+        """Weights that move, and the first checkpoint is the best: the posteriors, and what this process would fit."""
+        callback = laplace(tune=None, name="best")
+        checkpoint = ModelCheckpoint(self.peer.folder / "best", monitor="step", mode="min", save_top_k=2)
+        model, loader = Classifier(lr=0.05), DataLoader(labelled(36), BATCH, shuffle=True)
+        fit = self.trainer(callback, checkpoint, enable_checkpointing=True, limit_val_batches=0, max_epochs=2)
+        fit.fit(model, loader)
+        plain = DataLoader(labelled(36), BATCH)
+        self.results["best/memory"] = [callback.posterior.precision.logdet(), alone(model, plain)]
+        tested = fit.test(model, DataLoader(labelled(12, 5), BATCH), ckpt_path="best", verbose=False)
+        self.results["best/best"] = [callback.posterior.precision.logdet(), alone(model, plain)]
+        self.results["best/test"] = tested[0]["test_nll_best"]
+        resumed = laplace(tune=None, name="resumed")  # with nothing left to train
+        self.trainer(resumed, max_epochs=2).fit(model, loader, ckpt_path=checkpoint._last_checkpoint_saved)
+        self.results["best/resumed"] = [resumed.posterior.precision.logdet(), alone(model, plain)]
+
+    def stream(self) -> None:
+        """Data that cannot be indexed."""
+        callback = laplace()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.trainer(callback).fit(Still(), DataLoader(Stream(), BATCH))
+        self.results["stream"] = {
+            "n_data": callback.posterior.n_data,
+            "warnings": [str(each.message) for each in caught if "cannot be indexed" in str(each.message)],
+        }
+
+
+def run(peer: Peer, cases: list[str]) -> dict[str, Any]:
+    """The results of this process."""
+    scenarios = Scenarios(peer)
+    for case in cases:
+        if case in OTHERS:
+            getattr(scenarios, case)()
+        else:
+            kind, n = case.split(":")
+            scenarios.posteriors(kind, int(n))
+    return scenarios.results
+
 
 QUANTITIES = (
     "n_data",
@@ -28,13 +221,13 @@ QUANTITIES = (
     "samples",
     "sampled prediction",
 )
-EVERY = [f"{kind}:{n}" for kind in ddp_worker.LOADERS for n in (11, 64, 101)]
+EVERY = [f"{kind}:{n}" for kind in LOADERS for n in (11, 64, 101)]
 SMALL = [case for case in EVERY if case.endswith(":11")]
 WORLDS = [
-    pytest.param((2, [*SMALL, "shuffled:101", *ddp_worker.OTHERS]), id="2 processes"),
+    pytest.param((2, [*SMALL, "shuffled:101", *OTHERS]), id="2 processes"),
     pytest.param((3, ["shuffled:11", "subset:11", "limited:11", "one_example", "evaluation"]), id="3 processes"),
-    pytest.param((2, [*EVERY, *ddp_worker.OTHERS]), id="2 processes, every case", marks=pytest.mark.slow),
-    pytest.param((3, [*EVERY, *ddp_worker.OTHERS]), id="3 processes, every case", marks=pytest.mark.slow),
+    pytest.param((2, [*EVERY, *OTHERS]), id="2 processes, every case", marks=pytest.mark.slow),
+    pytest.param((3, [*EVERY, *OTHERS]), id="3 processes, every case", marks=pytest.mark.slow),
 ]
 
 
@@ -42,10 +235,7 @@ WORLDS = [
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any], Path]:
     """What one process alone has, what each of several has, and where these wrote."""
     size, cases = request.param
-    together = tmp_path_factory.mktemp("together")
-    with launched(ddp_worker.__file__, together, size, ",".join(cases)) as processes:
-        alone = ddp_worker.run(tmp_path_factory.mktemp("alone"), 1, cases)
-        return alone, results(together, processes), together
+    return alone_and_together(run, tmp_path_factory, size, cases)
 
 
 def skip_without(key: str, alone: dict[str, Any]) -> None:
@@ -60,7 +250,7 @@ def same(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ddp_worker.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_process_has_the_posterior_of_one_alone(world: Any, name: str) -> None:
     alone, ranks, _ = world
     keys = [key for key in alone if key.endswith(f"/{name}")]
@@ -70,7 +260,7 @@ def test_every_process_has_the_posterior_of_one_alone(world: Any, name: str) -> 
             same(rank[key], alone[key], key)
 
 
-@pytest.mark.parametrize("selection", ddp_worker.SELECTIONS)
+@pytest.mark.parametrize("selection", SELECTIONS)
 def test_every_process_keeps_the_training_points_of_one_alone(world: Any, selection: str) -> None:
     alone, ranks, _ = world
     keys = [key for key in alone if key.endswith(f"/{selection}")]
@@ -144,14 +334,14 @@ def test_the_checkpoint_and_the_file_hold_the_posterior(world: Any) -> None:
     alone, ranks, _ = world
     files = ranks[0]["files"]
     assert all(rank["files"] == files for rank in ranks)
-    model = ddp_worker.Still.load_from_checkpoint(files["checkpoint"]).double()
+    model = Still.load_from_checkpoint(files["checkpoint"]).double()
     state = torch.load(files["checkpoint"], weights_only=True)["callbacks"]["LaplaceCallback[grid]"]["posterior"]
     for posterior in (
         GaussianPosterior.load(files["posterior"], model),
         GaussianPosterior.from_state_dict(model, state),
     ):
         torch.testing.assert_close(
-            posterior.functional(ddp_worker.X)[1], alone["grid"]["functional covariance"], rtol=1e-7, atol=1e-9
+            posterior.functional(X)[1], alone["grid"]["functional covariance"], rtol=1e-7, atol=1e-9
         )
 
 

@@ -2,23 +2,71 @@
 
 from typing import Any
 
-import ddp_marginal_worker
 import pytest
 import torch
-from ddp_marginal_worker import CASES, N
-from helpers.processes import launched, results
+from helpers.processes import Peer, alone_and_together
+from lightning.pytorch.callbacks import ModelCheckpoint
+from marginal_cases import Net, classes, flat, marginal, regressor, trained, values
+
+from lightning_bayes import Learning
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+
+
+GLOBAL, N = 8, 20  # examples in a step of all processes; the last step has four
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "values": (regressor, {"evidence": Learning("mackay", steps=5), "prior_precision": [0.5, 2.0]}, {}),
+    "accumulated": (regressor, {}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "last": (Net, {"structure": "full", "evidence": Learning(steps=5, keep="last"), "every_n_epochs": 2}, {}),
+}
+
+
+class Scenarios:
+    def __init__(self, peer: Peer) -> None:
+        self.peer, self.results = peer, dict[str, Any]()
+
+    def fit(self, key: str, make: Any, words: Any, *others: Any, **options: Any) -> None:
+        data: Any = values(N) if make is regressor else classes(N)
+        shared = {"devices": self.peer.size, "strategy": "ddp"} if self.peer.size > 1 else {}
+        callback = marginal(make(), **{"evidence": Learning(steps=5), **words})
+        own = {
+            "use_distributed_sampler": False,
+            "data": self.peer.in_order(data, GLOBAL),
+            "max_epochs": 4,
+            **shared,
+            **options,
+        }
+        model, fit = trained(self.peer.folder, make(), *others, callback, **own)
+        posterior: Any = callback.posterior
+        logged = {key: float(value) for key, value in fit.callback_metrics.items()}
+        self.results[key] = {
+            "weights": flat(model),
+            "prior": posterior.prior_precision,
+            "noise": torch.tensor(callback._hyperparameters.noise, dtype=torch.float64),
+            "evidence": posterior.log_marginal_likelihood(),
+            "logged": torch.tensor([logged[name] for name in sorted(logged)], dtype=torch.float64),
+            "n_data": posterior.n_data,
+        }
+
+
+def run(peer: Peer) -> dict[str, Any]:
+    """The results of this process."""
+    scenarios = Scenarios(peer)
+    for key, (make, words, options) in CASES.items():
+        scenarios.fit(key, make, words, **options)
+    checkpoint = ModelCheckpoint(peer.folder / "kept", save_top_k=-1, filename="{epoch}")
+    scenarios.fit("kept", Net, {}, checkpoint, enable_checkpointing=True)
+    scenarios.fit("resumed", Net, {}, path=f"{peer.folder}/kept/epoch=1.ckpt")
+    return scenarios.results
+
+
 QUANTITIES = ("weights", "prior", "noise", "evidence")
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
     """What one process alone has, and what each of two has."""
-    together = tmp_path_factory.mktemp("together")
-    with launched(ddp_marginal_worker.__file__, together, 2) as processes:
-        alone = ddp_marginal_worker.run(tmp_path_factory.mktemp("alone"), 1)
-        return alone, results(together, processes)
+    return alone_and_together(run, tmp_path_factory, 2)[:2]
 
 
 def test_all_processes_have_the_same_network_and_priors(world: Any) -> None:

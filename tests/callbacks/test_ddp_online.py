@@ -3,15 +3,101 @@
 from pathlib import Path
 from typing import Any
 
-import ddp_online_worker
+import lightning as L
 import pytest
 import torch
-from ddp_online_worker import CASES, EXAMPLES, GLOBAL, ODD
-from helpers.processes import launched, results
-from online_cases import Autoencoder, ByHand, flat, same, vectors
+from helpers.processes import Peer, alone_and_together
+from lightning.pytorch.callbacks import ModelCheckpoint
+from online_cases import Autoencoder, ByHand, adam, flat, noted, online, same, still, vectors
 from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_bayes import Memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+
+
+GLOBAL = 8  # examples in a step of all processes
+EXAMPLES = 20  # the last step has four
+ODD = 11
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "average": ({"memory": Memory(average=True, scale=0.5), "hessian": "approx"}, {}),
+    "by batch": ({"memory": Memory(extrapolate=False), "max_std": 0.2}, {"gradient_clip_val": 0.1}),
+    "at two samples": ({"memory": Memory(curvature_at="sample"), "train_samples": 2}, {}),
+    "accumulated": ({"memory": Memory(curvature_at="sample")}, {"accumulate_grad_batches": 2}),
+    "limited": ({}, {"limit_train_batches": 2}),
+}
+
+
+class Save(L.Callback):
+    """A checkpoint of the user's own, before the turn of the callback that comes after it."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+class Scenarios:
+    def __init__(self, peer: Peer) -> None:
+        self.peer, self.results = peer, dict[str, Any]()
+
+    def loader(self, n: int = EXAMPLES) -> DataLoader[Any]:
+        return self.peer.in_order(torch.cat(vectors(n)), GLOBAL)
+
+    def fit(self, key: str, model: Any, callback: Any, *others: Any, path: Any = None, **options: Any) -> Any:
+        own = {"use_distributed_sampler": False, "precision": "64-true", **options}
+        loader = own.pop("loader", None) or self.loader()
+        model = model.double()
+        fit = self.peer.trainer(*others, callback, **own)
+        with noted() as noises:
+            fit.fit(model, loader, ckpt_path=path)
+        self.results[key] = {
+            "weights": flat(model),
+            "C": callback._memory.C,
+            "precision": callback.posterior.precision.diagonal(),
+            "n_data": callback.posterior.n_data,
+            "noises": torch.stack(noises),
+        }
+
+    def same_sample(self) -> None:
+        for name, (words, options) in CASES.items():
+            self.fit(f"same/{name}", Autoencoder(adam), online(same_sample=True, **words), **options)
+
+    def own_samples(self) -> None:
+        for name in ("plain", "accumulated"):
+            words, options = CASES[name]
+            self.fit(f"own/{name}", Autoencoder(adam), online(**words), **options)
+        self.fit("own/still", Autoencoder(still), online())
+
+    def odd(self) -> None:
+        """A number of examples that does not divide, which a sampler fills up: the user's, and Lightning's own."""
+        self.fit("odd", Autoencoder(still), online(), loader=self.loader(ODD))
+        shuffled: Any = DataLoader(torch.cat(vectors(ODD)), 3, shuffle=True)  # type: ignore[arg-type]
+        L.seed_everything(0, verbose=False)
+        self.fit("shuffled", Autoencoder(adam), online(), loader=shuffled, use_distributed_sampler=True)
+
+    def resumed(self) -> None:
+        checkpoint, early = ModelCheckpoint(self.peer.folder / "kept", save_top_k=-1), self.peer.folder / "own.ckpt"
+        self.fit("whole", Autoencoder(adam), online(), Save(early, 3), checkpoint, enable_checkpointing=True)
+        path = self.peer.folder / "kept" / "epoch=0-step=3.ckpt"
+        self.fit("resumed", Autoencoder(adam), online(), path=path)
+        self.fit("resumed early", Autoencoder(adam), online(), path=early)
+        self.results["files"] = [str(path), str(early)]
+
+
+def run(peer: Peer) -> dict[str, Any]:
+    """The results of this process."""
+    scenarios = Scenarios(peer)
+    scenarios.same_sample()
+    scenarios.own_samples()
+    scenarios.odd()
+    scenarios.resumed()
+    return scenarios.results
+
 
 WORLDS = [pytest.param(2, id="2 processes"), pytest.param(4, id="4 processes", marks=pytest.mark.slow)]
 QUANTITIES = ("weights", "C", "precision")
@@ -20,10 +106,7 @@ QUANTITIES = ("weights", "C", "precision")
 @pytest.fixture(scope="module", params=WORLDS)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
     """What one process alone has, and what each of several has."""
-    together = tmp_path_factory.mktemp("together")
-    with launched(ddp_online_worker.__file__, together, request.param) as processes:
-        alone = ddp_online_worker.run(tmp_path_factory.mktemp("alone"), 1)
-        return alone, results(together, processes)
+    return alone_and_together(run, tmp_path_factory, request.param)[:2]
 
 
 def keys(alone: Any) -> list[str]:
@@ -96,7 +179,7 @@ def test_own_samples_are_averaged_by_the_gradient(world: Any, case: str) -> None
     _, ranks = world
     W = len(ranks)
     words: Any = {"at": "sample", "accumulate": 2} if case == "accumulated" else {}
-    hand = Shared(Autoencoder(ddp_online_worker.adam), EXAMPLES, **words)
+    hand = Shared(Autoencoder(adam), EXAMPLES, **words)
     data = torch.cat(vectors(EXAMPLES))
     hand.run_shares([data[r::W] for r in range(W)], [list(rank[f"own/{case}"]["noises"]) for rank in ranks])
     same(ranks[0][f"own/{case}"]["weights"], flat(hand.model))
@@ -115,7 +198,7 @@ def test_an_odd_number_of_examples(world: Any) -> None:
     W = len(ranks)
     data = torch.cat(vectors(ODD))
     order = [*range(ODD), *range(-ODD % W)]
-    hand = Shared(Autoencoder(ddp_online_worker.still), ODD)
+    hand = Shared(Autoencoder(still), ODD)
     hand.run_shares([data[order[r::W]] for r in range(W)], [list(rank["odd"]["noises"]) for rank in ranks])
     for rank in ranks:
         same(rank["odd"]["C"], hand.C)
@@ -137,7 +220,7 @@ def test_a_checkpoint_of_several_processes_holds_the_curvature_of_all(world: Any
     for path in ranks[0]["files"]:
         state = torch.load(Path(path), weights_only=True)
         memory = state["callbacks"]["OnlineLaplaceCallback[online_laplace]"]["memory"]
-        hand = Shared(Autoencoder(ddp_online_worker.adam), EXAMPLES)
+        hand = Shared(Autoencoder(adam), EXAMPLES)
         data, W = torch.cat(vectors(EXAMPLES)), len(ranks)
         hand.run_shares([data[r::W] for r in range(W)], [list(rank["whole"]["noises"]) for rank in ranks], epochs=1)
         same(memory["C"], hand.C)

@@ -2,14 +2,15 @@
 
 from typing import Any
 
-import ddp_swag_worker
+import lightning as L
 import pytest
 import torch
-from callback_cases import Classifier
-from ddp_swag_worker import CRITERIA
-from helpers.processes import launched, results
+from callback_cases import Classifier, held_out, labelled, laplace
+from helpers.processes import Peer, alone_and_together
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
-from lightning_bayes import GaussianPosterior
+from lightning_bayes import BNN, GaussianPosterior, Subnetwork, SWAGCallback
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`"),
@@ -17,13 +18,49 @@ pytestmark = [
 ]
 
 
+GLOBAL, EXAMPLES = 8, 24
+CRITERIA = ("magnitude", "laplace_diag")
+ONCE: dict[str, Any] = {"weights": "last", "tune": None, "calibrate": None}
+
+
+class Plain(Classifier):
+    """Without batch norm, of which each process has its own while it trains, and without dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1], self.net[3] = nn.Identity(), nn.Identity()
+
+
+def run(peer: Peer) -> dict[str, Any]:
+    """The results of this process."""
+    results: dict[str, Any] = {}
+    for name, kind in {"plain": Plain, "batch norm": Classifier}.items():
+        L.seed_everything(0, verbose=False)
+        swag = SWAGCallback(start=0, predictive=BNN(samples=5))
+        subnetworks = {by: laplace(subset=Subnetwork(7, by), name=f"by {by}", **ONCE) for by in CRITERIA}
+        checkpoint = ModelCheckpoint(peer.folder / name, save_last=True)
+        model, options = kind(), {"use_distributed_sampler": False, "precision": "64-true", "max_epochs": 3}
+        fit = peer.trainer(*subnetworks.values(), swag, checkpoint, **options, enable_checkpointing=True)
+        fit.fit(model, peer.in_order(labelled(EXAMPLES), GLOBAL), held_out(12))
+        posterior = swag.posterior
+        results[name] = {
+            "mean": posterior.mean,
+            "precision": posterior.precision.diagonal(),
+            "n_data": posterior.n_data,
+            "buffers": [b.clone() for b in model.buffers()],
+            "calibrations": [c.probs_temperature for c in posterior.calibrations],
+            "last": checkpoint.last_model_path,
+        }
+        for by, callback in subnetworks.items():
+            chosen = callback.posterior
+            results[name][by] = [chosen.mean, chosen.precision.to_dense(), chosen.subset.mask]
+    return results
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
     """What one process alone has, and what each of two has."""
-    together = tmp_path_factory.mktemp("together")
-    with launched(ddp_swag_worker.__file__, together, 2) as processes:
-        alone = ddp_swag_worker.run(tmp_path_factory.mktemp("alone"), 1)
-        return alone, results(together, processes)
+    return alone_and_together(run, tmp_path_factory, 2)[:2]
 
 
 @pytest.mark.parametrize("what", ["mean", "precision", "n_data", "calibrations", *CRITERIA])

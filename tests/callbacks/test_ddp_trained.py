@@ -2,21 +2,59 @@
 
 from typing import Any
 
-import ddp_trained_worker
+import lightning as L
 import pytest
 import torch
-from helpers.processes import launched, results
+from callback_cases import Classifier, held_out, labelled
+from helpers.processes import Peer, alone_and_together
+from torch.utils.data import DataLoader
+
+import lightning_bayes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the posterior does not improve the predictions")
+
+
+class Data(L.LightningDataModule):
+    def prepare_data(self) -> None:
+        self.is_prepared = True  # on the first process alone, once they have been started
+
+    def setup(self, stage: str) -> None:
+        self.train = labelled(37)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train, 4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return held_out(13, seed=3)
+
+    def test_dataloader(self) -> Any:
+        return held_out(12)
+
+
+def run(peer: Peer) -> dict[str, Any]:
+    """Before the Trainer has started its processes, each passes over all data; afterwards they share them."""
+    results: dict[str, Any] = {}
+    for when in ("before", "after"):
+        own, dm = peer.trainer(precision="64-true"), Data()
+        model = Classifier().double()
+        if when == "after":
+            own.validate(model, datamodule=dm, verbose=False)
+        posterior = lightning_bayes.fit(model, dm, trainer=own, progress=False)
+        (logged,) = own.test(model, datamodule=dm, verbose=False)
+        results[when] = {
+            "mean": posterior.mean,
+            "precision": posterior.precision.to_dense(),
+            "n_data": posterior.n_data,
+            "calibrations": [c.probs_temperature for c in posterior.calibrations],
+            "scores": [logged["test_nll_laplace"], logged["test_nll_map"], logged["test_acc_laplace"]],
+        }
+    return results
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
     """What one process alone has, and what each of two has."""
-    together = tmp_path_factory.mktemp("together")
-    with launched(ddp_trained_worker.__file__, together, 2) as processes:
-        alone = ddp_trained_worker.run(tmp_path_factory.mktemp("alone"), 1)
-        return alone, results(together, processes)
+    return alone_and_together(run, tmp_path_factory, 2)[:2]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import interrupted_worker
 import lightning as L
 import pytest
 import torch
@@ -13,15 +12,17 @@ from callback_cases import (
     Classifier,
     draw,
     held_out,
+    labelled,
     laplace,
     plain_loader,
     same_posterior,
     train_loader,
     trainer,
 )
-from helpers.processes import launched
-from helpers.programs import Program
+from helpers.processes import Peer, started
+from helpers.programs import Fork
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_bayes import GaussianPosterior, L2MCallback, OnlineLaplaceCallback, fit_laplace
 
@@ -34,6 +35,34 @@ X = draw(5, 4, seed=9)
 KEY = "LaplaceCallback[laplace]"
 
 
+class Slow(Dataset[Any]):
+    """In the pass it leaves a file for every example that is read, and waits."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.reads = folder, 0
+
+    def __len__(self) -> int:
+        return 37
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        if self.reads > 37 + 20:  # an epoch of training, and probes
+            (self.folder / f"pass-{index}").touch()
+            time.sleep(0.1)
+        return labelled(37)[index]
+
+
+def make(folder: Path, kind: str) -> tuple[L.Trainer, Any]:
+    monitored = {"monitor": "step", "mode": "min", "every_n_train_steps": 2} if kind == "monitored" else {}
+    callback, checkpoint = laplace(tune=None), ModelCheckpoint(folder / "kept", save_last=True, **monitored)
+    return trainer(folder, callback, checkpoint, max_epochs=1, enable_checkpointing=True), callback
+
+
+def fit_slowly(peer: Peer, kind: str) -> None:
+    fit, _ = make(peer.folder, kind)
+    fit.fit(Classifier(), DataLoader(Slow(peer.folder), batch_size=8, shuffle=True))
+
+
 @pytest.mark.parametrize(
     ("sent", "kind"),
     [
@@ -43,7 +72,7 @@ KEY = "LaplaceCallback[laplace]"
     ],
 )
 def test_stopped_in_the_pass_and_resumed(tmp_path: Path, sent: signal.Signals, kind: str) -> None:
-    with launched(interrupted_worker.__file__, tmp_path, 1, kind) as (process,):
+    with started(fit_slowly, tmp_path, 1, kind) as (process,):
         reads_of_the_pass(tmp_path, process)
         process.send_signal(sent)
         said = "".join(process.communicate(timeout=60))
@@ -52,7 +81,7 @@ def test_stopped_in_the_pass_and_resumed(tmp_path: Path, sent: signal.Signals, k
     assert ("laplace_interrupted.ckpt" in written) == (kind == "monitored"), said
     assert not list(tmp_path.rglob("*posterior*"))
 
-    fit, callback = interrupted_worker.make(tmp_path, kind)
+    fit, callback = make(tmp_path, kind)
     model, path = Classifier(), str(written["last.ckpt" if kind == "plain" else "laplace_interrupted.ckpt"])
     fit.fit(model, train_loader(), ckpt_path=path)
     assert fit.global_step == 5
@@ -62,7 +91,7 @@ def test_stopped_in_the_pass_and_resumed(tmp_path: Path, sent: signal.Signals, k
     same_posterior(GaussianPosterior.from_state_dict(model, state), expected, X)
 
 
-def reads_of_the_pass(folder: Path, process: Program) -> None:
+def reads_of_the_pass(folder: Path, process: Fork) -> None:
     """Wait until the pass reads its data."""
     for _ in range(600):
         if list(folder.glob("pass-*")):

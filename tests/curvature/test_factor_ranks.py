@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from factor_cases import THRESHOLDS, cnn, data
-from helpers.processes import launched, results
+from helpers.processes import Peer, together
 from helpers.tensors import real
 from networks import CASES, Wired
 from torch import nn
@@ -14,8 +14,33 @@ from torch import nn
 from lightning_bayes import GaussianPosterior, Kron, Tuning, fit_laplace
 from lightning_bayes.curvature import blocks as input_sum
 from lightning_bayes.curvature import fit_curvature
-from lightning_bayes.network import CurvatureError
+from lightning_bayes.network import CurvatureError, Processes
 from lightning_bayes.structures import Factor, Kronecker
+
+
+def fit_shares(peer: Peer) -> dict[str, Any]:
+    """Kronecker factors by their rows, and by a few eigenpairs, on several processes."""
+    for module, name, value in THRESHOLDS:
+        setattr(module, name, value)
+    with peer.group() as processes:
+        return answers_of(processes)
+
+
+def answers_of(processes: Processes) -> dict[str, Any]:
+    network, answers = cnn(), {}
+    for n in (1, 3, 7):  # none for one of them; few rows over all; few on one and not over all
+        x, y = data(n)
+        own = [(x[processes.rank :: processes.size], y[processes.rank :: processes.size])] if processes.rank < n else []
+        for rank_of_factors in (None, 3, "auto"):
+            words = {"structure": Kron(rank=rank_of_factors), "processes": processes, "probe": x[:1]}
+            posterior = fit_laplace(network, own, "classification", **words)
+            for block in posterior.curvature.structure.blocks:
+                for found in (block.left, block.right):
+                    answers.setdefault(f"ranks {n} {rank_of_factors}", []).append(found.values.shape[-1])
+            answers[f"{n} {rank_of_factors}"] = posterior.precision.to_dense()
+            answers[f"draw {n} {rank_of_factors}"] = posterior.sample(2, torch.Generator().manual_seed(1))
+    return answers
+
 
 TIGHT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 RANKS = (None, 3, "auto")
@@ -143,9 +168,7 @@ def test_a_posterior_of_few_rows_is_a_prior(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("factors")
-    with launched(str(Path(__file__).with_name("ddp_factors_worker.py")), folder, 2) as processes:
-        return results(folder, processes)
+    return together(fit_shares, tmp_path_factory.mktemp("factors"), 2)
 
 
 @pytest.mark.parametrize("rank", RANKS)

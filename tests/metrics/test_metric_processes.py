@@ -1,12 +1,10 @@
 """Two real processes give the value of one, with data split unevenly, all on one of them, or without data."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers.programs import context
+from helpers.processes import Peer, together
 from metric_cases import CASES, DATA, N, flat
 
 from lightning_bayes import metrics, plots
@@ -18,9 +16,12 @@ SPLITS = {
 }  # rank r gets [split[r], split[r + 1])
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def computed(peer: Peer) -> dict[Any, torch.Tensor]:
+    with peer.group():
+        return computed_by(peer.rank)
+
+
+def computed_by(rank: int) -> dict[Any, torch.Tensor]:
     results: dict[Any, torch.Tensor] = {}
     for name, split in SPLITS.items():
         part = slice(split[rank], split[rank + 1])
@@ -40,8 +41,7 @@ def worker(rank: int, folder: str) -> None:
         _, ax = plots.reliability_diagram(*DATA["classification"])
         plots.ood_histogram(*DATA["score"])
         results["plot", ""] = torch.tensor([bar.get_height() for bar in ax.containers[0]])
-    torch.save(results, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 def filled(metric: Any, data: str, part: slice) -> Any:
@@ -55,14 +55,7 @@ def filled(metric: Any, data: str, part: slice) -> Any:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, torch.Tensor]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    processes = [context.Process(target=worker, args=(rank, str(folder))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-    assert [process.exitcode for process in processes] == [0, 0]
-    return [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(2)]
+    return together(computed, tmp_path_factory.mktemp("ranks"), 2)
 
 
 @pytest.mark.parametrize("split", ["uneven", "empty rank"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.networks import made, mlp
 from helpers.options import estimate_of, structure_of
-from helpers.processes import launched, results
+from helpers.processes import Peer, together
 from helpers.tensors import TIGHT, real
 from posterior_cases import STRUCTURES, Case, case
 
@@ -22,8 +22,34 @@ from lightning_bayes import (
     Subnetwork,
     fit_laplace,
 )
+from lightning_bayes.network import Processes
 from lightning_bayes.posterior import PosteriorError
 from lightning_bayes.structures import StructureError
+
+
+def fit_and_update(peer: Peer) -> dict[str, Any]:
+    """A fit of five examples and an update by six more, on several processes."""
+    with peer.group() as processes:
+        return answers_of(processes)
+
+
+def answers_of(processes: Processes) -> dict[str, Any]:
+    rank, world = processes.rank, processes.size
+    network, x, y = made(mlp), real(11, 3), torch.arange(11) % 3
+    first, second = ([(x[part], y[part])] for part in (slice(rank, 5, world), slice(5 + rank, 11, world)))
+    words: dict[str, Any] = {"processes": processes}
+    answers = {}
+    for structure in ("full", "diag", "kron"):
+        option = Kron(updatable=True) if structure == "kron" else structure
+        for curvature in ("ggn", "fisher_mc"):
+            posterior = fit_laplace(network, first, Categorical(), curvature=curvature, structure=option, **words)
+            posterior = posterior.update(second, processes=processes)
+            answers[f"{structure} {curvature}"] = posterior.precision.to_dense()
+            answers[f"evidence {structure} {curvature}"] = posterior.log_marginal_likelihood()
+    one = posterior.update([(x[:1], y[:1])] if rank == 0 else [], processes=processes, probe=x[:1])
+    answers["n_data"] = torch.tensor(one.n_data)  # an example for one of them alone
+    return answers
+
 
 CASES = ("mlp", "regression", "noise_per_output", "cnn", "attention", "embedding", "lstm", "segmentation")
 
@@ -162,7 +188,4 @@ def test_two_processes_add_what_one_adds(structure: str, growing: list[dict[str,
 
 @pytest.fixture(scope="module")
 def growing(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("growing")
-    worker = Path(__file__).with_name("ddp_update_worker.py")
-    with launched(str(worker), folder, 2) as processes:
-        return results(folder, processes)
+    return together(fit_and_update, tmp_path_factory.mktemp("growing"), 2)
