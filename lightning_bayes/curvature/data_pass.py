@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.jacobian.checks import ORDER_REMEDY, SAME_ORDER, BatchChecks, PassOrder, check_output
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network import DataError, Processes, Subset, inputs
+from lightning_bayes.network import DataError, Processes, Subset, inputs, private
 from lightning_bayes.network.accumulation import float64_device, in_float64, number_like, widest
 from lightning_bayes.network.errors import not_finite
 from lightning_bayes.network.output import Output
@@ -270,4 +270,4 @@ class DataPass:
             cotangent = -likelihood.residual(batch.outputs, y).to(batch.f.dtype)
             parameters = list(self._total.parameters.values())
             gradients = torch.autograd.grad(batch.f, parameters, cotangent, materialize_grads=True)
-            torch._foreach_add_(self._gradients, gradients)
+            private.foreach_add_(self._gradients, gradients)

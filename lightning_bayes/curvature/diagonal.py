@@ -35,7 +35,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_bayes.arguments import word
 from lightning_bayes.curvature.accumulate import ColumnSum, first_nonfinite
@@ -60,6 +59,7 @@ from lightning_bayes.jacobian.plan import Plan, make_plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, unwrap
+from lightning_bayes.network.private import pytree
 from lightning_bayes.structures import Diagonal
 
 MERGING = 4.0  # the cost of an operation in an orthogonal decomposition, relative to a matrix product

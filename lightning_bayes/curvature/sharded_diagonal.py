@@ -27,7 +27,7 @@ from lightning_bayes.jacobian.output_columns import output_columns
 from lightning_bayes.jacobian.plan import Plan, make_plan
 from lightning_bayes.jacobian.recorder import Version
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network import CurvatureError, Processes, inputs
+from lightning_bayes.network import CurvatureError, Processes, inputs, private
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.gathered_layer import plain_copy
 from lightning_bayes.network.output import output_of, unwrap_output
@@ -39,9 +39,7 @@ from lightning_bayes.structures.sharded import ParameterShard
 CURVATURES = ("empirical_fisher", "fisher_mc")
 LAYERS = (
     nn.Linear,
-    nn.modules.conv._ConvNd,
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
+    *private.CHANNEL_LAYERS,
     nn.GroupNorm,
     nn.LayerNorm,
     nn.RMSNorm,

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from lightning_bayes.jacobian.checks import check_examples_apart, check_output
 from lightning_bayes.jacobian.gradients import disagreeing, quiet
@@ -28,6 +27,7 @@ from lightning_bayes.jacobian.recorder import Version
 from lightning_bayes.network import CurvatureError, Subset, inputs
 from lightning_bayes.network.errors import first_line, is_missing_rule, log_slow_path
 from lightning_bayes.network.inputs import tensors
+from lightning_bayes.network.private import pytree
 
 
 class RuleError(CurvatureError):

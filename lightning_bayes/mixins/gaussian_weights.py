@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from lightning_bayes.arguments import format_names, format_value, is_positive
 from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.mixins.training_step import Gradients, StepChecks, with_known_gradient, without_wrong
-from lightning_bayes.network import Subset
+from lightning_bayes.network import Subset, private
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.output import Output, wrap_output
 from lightning_bayes.network.subset import flat, parts
@@ -178,7 +178,7 @@ class GaussianWeights:
             sums = dict(zip([*μ, *log_σ], [*parts(of_μ, μ), *parts(of_log_σ, log_σ)], strict=True))
             both = [p for p in sums if p in gradients]
             if both:
-                torch._foreach_add_([sums[p] for p in both], [gradients[p] for p in both])
+                private.foreach_add_([sums[p] for p in both], [gradients[p] for p in both])
             for vector in (of_μ, of_log_σ):
                 vector.masked_fill_(is_wrong, 0)
             gradients = without_wrong({p: g for p, g in gradients.items() if p not in sums}, is_wrong) | sums
@@ -271,12 +271,12 @@ def kl_with_gradients(
     (tensor(0.5000), tensor([1.]), tensor([0.]))
     """
     distance, of_μ = widen(flat(log_σ)), widen(flat(μ))  # log σ/s and μ/s
-    torch._foreach_sub_(parts(distance, log_σ), [math.log(t) for t in s])
-    torch._foreach_div_(parts(of_μ, μ), list(s))
+    private.foreach_sub_(parts(distance, log_σ), [math.log(t) for t in s])
+    private.foreach_div_(parts(of_μ, μ), list(s))
     distance *= 2
     of_log_σ = torch.expm1(distance)
     twice = torch.dot(of_μ, of_μ) + distance.neg_().add_(of_log_σ).sum()
-    torch._foreach_mul_(parts(of_μ, μ), [weight / t for t in s])
+    private.foreach_mul_(parts(of_μ, μ), [weight / t for t in s])
     return 0.5 * twice, of_μ, of_log_σ.mul_(weight)
 
 

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from lightning_bayes.arguments import positive
 from lightning_bayes.mixins.gaussian_weights import BELOW_PRIOR, LogSigma, by_pattern
 from lightning_bayes.mixins.variational import MixinBase
+from lightning_bayes.network import private
 from lightning_bayes.trainer.private import is_dev_run
 
 # Their steps grow with the gradient, so the learning rate bounds nothing.
@@ -215,7 +216,7 @@ def _taken(group: dict[str, Any], index: int, multipliers: Mapping[Tensor, float
 
 def _extend(scheduler: Any, children: list[tuple[int, float]], before: int) -> None:
     """Extend the lists that a scheduler keeps for each of `before` groups to the new groups."""
-    for inner in getattr(scheduler, "_schedulers", ()):
+    for inner in private.inner_schedulers(scheduler):
         _extend(inner, children, before)
     for name in (*_SCALED, *_COPIED):
         values = getattr(scheduler, name, None)

@@ -27,7 +27,7 @@ from lightning_bayes.arguments import format_names
 from lightning_bayes.jacobian.checks import CHECK_INTERVAL, FirstWrong, check_fit, wrong_in
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import LikelihoodError
-from lightning_bayes.network import inputs
+from lightning_bayes.network import inputs, private
 from lightning_bayes.network.borrowed import Buffers, RandomState, kept_buffers, preserved_rng
 from lightning_bayes.network.output import Output
 from lightning_bayes.network.private import refuse_recomputation
@@ -172,7 +172,7 @@ def recorded_calls(network: nn.Module) -> Iterator[list[ForwardCall]]:
 
 
 def _versions(args: Any, kwargs: Any) -> list[int]:
-    return [t._version for t in inputs.tensors((args, kwargs)) if not t.is_inference()]
+    return [private.write_count(t) for t in inputs.tensors((args, kwargs))]
 
 
 def _loss_of(returned: Any) -> Tensor | None:
@@ -354,4 +354,4 @@ class _KnownGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *torch._foreach_mul(ctx.gradients, cotangent))
+        return (None, None, *private.foreach_mul(ctx.gradients, cotangent))

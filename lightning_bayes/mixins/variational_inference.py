@@ -29,7 +29,7 @@ from lightning_bayes.arguments import format_names
 from lightning_bayes.mixins.gaussian_weights import GaussianWeights
 from lightning_bayes.mixins.training_step import Gradients, Step, StepError, run_step
 from lightning_bayes.mixins.variational import VariationalMixin, make_variational
-from lightning_bayes.network import Processes
+from lightning_bayes.network import Processes, private
 from lightning_bayes.network.borrowed import at_weights, kept_buffers
 from lightning_bayes.network.subset import flat, parts
 from lightning_bayes.options.predictive import BNN
@@ -71,7 +71,7 @@ class VariationalInferenceMixin(VariationalMixin):
             used = [μ for μ in moves if μ in g]
             if used:
                 of_log_σ = [moves[μ] for μ in used]
-                torch._foreach_mul_(of_log_σ, [g[μ] for μ in used])  # g σ ε
+                private.foreach_mul_(of_log_σ, [g[μ] for μ in used])  # g σ ε
                 g |= {log_σ[μ]: t for μ, t in zip(used, of_log_σ, strict=True)}
             gradients |= g if n == 1 else {p: gradients.get(p, 0) + t / n for p, t in g.items()}
         kl, loss = q.add_kl(nll, gradients, is_wrong)
@@ -215,5 +215,5 @@ def _variance(layer: nn.Module, a: Tensor, z: Tensor, of_weight: Tensor | None, 
         return of_bias.reshape(-1, *[1] * positions).expand_as(z)
     squares = a.to(of_weight).square()
     if isinstance(layer, _CONVOLUTIONS):
-        return layer._conv_forward(squares, of_weight, of_bias)  # with its stride, groups and padding
+        return private.conv_forward(layer, squares, of_weight, of_bias)
     return F.linear(squares, of_weight, of_bias)

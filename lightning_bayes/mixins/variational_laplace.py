@@ -47,7 +47,7 @@ from lightning_bayes.mixins.training_step import (
     without_wrong,
 )
 from lightning_bayes.mixins.variational import VariationalMixin, make_variational
-from lightning_bayes.network import Processes
+from lightning_bayes.network import Processes, private
 from lightning_bayes.network.accumulation import widest
 from lightning_bayes.network.borrowed import at_weights
 from lightning_bayes.network.processes import uniforms
@@ -151,7 +151,7 @@ def _by_differences(q: GaussianWeights, step: Step) -> tuple[Tensor, Gradients]:
     term, term_gradients = by_differences(step.call, likelihood, y, sampled, log_σ)
     both = [p for p in term_gradients if p in gradients]
     if both:
-        torch._foreach_add_([term_gradients[p] for p in both], [gradients[p] for p in both])
+        private.foreach_add_([term_gradients[p] for p in both], [gradients[p] for p in both])
     return term, gradients | term_gradients
 
 

@@ -1,4 +1,4 @@
-"""Private names of PyTorch that `network` and `jacobian` use, each with the reason.
+"""Private names of PyTorch that the package uses, each with the reason.
 
 A new PyTorch release can break only this file; `tests/network/test_torch_private.py` checks that every name exists.
 """
@@ -38,13 +38,22 @@ def write_count(t: Tensor) -> int:
     return -1 if t.is_inference() else t._version
 
 
-def foreach_add_(tensors: list[Tensor], others: list[Tensor]) -> None:
-    """Add many tensors in one call, as PyTorch's own optimizers do."""
-    torch._foreach_add_(tensors, others)
+# The bases of convolutions of any dimension, and of batch and instance norms.
+CHANNEL_LAYERS = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+# Many tensors in one call, as in PyTorch's own optimizers.
+foreach_add_, foreach_sub_, foreach_copy_ = torch._foreach_add_, torch._foreach_sub_, torch._foreach_copy_
+foreach_mul, foreach_mul_, foreach_div_ = torch._foreach_mul, torch._foreach_mul_, torch._foreach_div_
 
 
-def foreach_copy_(tensors: list[Tensor], others: list[Tensor]) -> None:
-    torch._foreach_copy_(tensors, others)
+def conv_forward(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution with the stride, groups and padding of `layer`, and with other weights."""
+    return layer._conv_forward(x, weight, bias)  # type: ignore[operator]
+
+
+def inner_schedulers(scheduler: Any) -> list[Any]:
+    """The learning rate schedulers that a chained or sequential one combines."""
+    return getattr(scheduler, "_schedulers", [])
 
 
 # -- hooks -----------------------------------------------------------------------------------------------------------

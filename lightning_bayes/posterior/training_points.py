@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_bayes.arguments import plain_values
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
 from lightning_bayes.network.loaders import ObservedLoader, ProgressLoader, check_loader
+from lightning_bayes.network.private import pytree
 from lightning_bayes.network.processes import uniforms
 from lightning_bayes.options.predictive import GP
 from lightning_bayes.posterior.gaussian import PosteriorError
