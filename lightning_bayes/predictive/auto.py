@@ -47,13 +47,12 @@ from lightning_bayes.predictive.held_out import (
     squared_errors,
     temperature_table,
 )
-from lightning_bayes.predictive.predict import MANY
+from lightning_bayes.predictive.predict import MANY, NEGLIGIBLE, is_plain
 
 logger = logging.getLogger("lightning_bayes")
 
 PRIORS = tuple(float(δ) for δ in torch.logspace(-4, 4, 25, dtype=torch.float64, device="cpu"))
 AS_IT_IS = LOG_TEMPERATURES.index(0.0)
-NEGLIGIBLE = 1e8  # a precision beside which every covariance is zero: the plain network
 DOUBT = 10.0  # the precision of log T
 EVERY = slice(None)
 
@@ -72,7 +71,10 @@ def tune_auto(
     scoring.check(posterior.likelihood)
     if loader is None:
         return without_held_out_data(posterior)
-    return survey(posterior, check_loader(loader), scoring, tune=True, calibrate=calibrate is not None).on()
+    chosen = survey(posterior, check_loader(loader), scoring, tune=True, calibrate=calibrate is not None).on()
+    if is_plain(chosen):
+        logger.info("the posterior adds nothing on the held-out data: predictions are the plain network's")
+    return chosen
 
 
 def without_held_out_data(posterior: LaplacePosterior) -> LaplacePosterior:
@@ -158,7 +160,9 @@ class PriorChoice(Choice):
         if not self.calibrate:
             return chosen
         scores = self._doubted(nll)[row] if self.tune else nll[row].mean(-1)
-        return chosen.with_calibration(self._calibration(scores, self.scoring))
+        # For a point both places of a temperature are the same, and probabilities may round to zero.
+        scoring = replace(self.scoring, of="outputs") if is_plain(chosen) else self.scoring
+        return chosen.with_calibration(self._calibration(scores, scoring))
 
     def plain_on(self, examples: slice = EVERY) -> Calibration:
         return self._calibration(self.nll[-1, :, examples].mean(-1), replace(self.scoring, predictive=MAP()))

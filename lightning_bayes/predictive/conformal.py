@@ -64,6 +64,7 @@ from lightning_bayes.options.predictive import PredictiveOption, predictive_opti
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.files import describe, read, write
 from lightning_bayes.posterior.gaussian import implements
+from lightning_bayes.predictive.draws import SharedDraws
 from lightning_bayes.predictive.ensemble import DeepEnsemble
 from lightning_bayes.predictive.prediction import Prediction, real_targets, unfit_targets
 
@@ -118,7 +119,7 @@ class Conformal:
                 "this Conformal was made without a posterior: use sets(prediction) or interval(prediction), or pass "
                 "the posterior to Conformal.load"
             )
-        prediction = _predict(self.predictor, x, self.how)
+        prediction = _predict(self.predictor, x, self.how, generator_on(self.predictor.device))
         return self.interval(prediction) if self.kind == "regression" else self.sets(prediction)
 
     def sets(self, prediction: Prediction) -> Tensor:
@@ -217,10 +218,11 @@ def conformalize(
     how = {"predictive": to_plain(predictive_option(predictive)), "seed": seed}
     members = predictor.posteriors if isinstance(predictor, DeepEnsemble) else [predictor]
     scores, is_empty = TargetScores(score, predictor.likelihood.ignore_index), True
+    draws = SharedDraws(predictor.device)
     with preserved_rng(predictor.device):  # a shuffling loader draws from the global generator
         for batch in loader:
             x, y = inputs.split_targets(members[0].network, batch, "calib")
-            prediction = _predict(predictor, x, how)
+            prediction = _predict(predictor, x, how, draws)
             scores.update(prediction, y.to(predictor.device))
             is_empty = False
     if is_empty:
@@ -246,9 +248,8 @@ def _made(scores: TargetScores, score: ClassScore, level: float, allow_empty: bo
     return Conformal(quantile, float(level), n, scores.kind, kept, allow_empty)
 
 
-def _predict(predictor: Predictor, x: Any, how: dict[str, Any]) -> Prediction:
-    generator = generator_on(predictor.device).manual_seed(how["seed"])
-    return predictor.predict(x, how["predictive"], generator=generator)
+def _predict(predictor: Predictor, x: Any, how: dict[str, Any], generator: torch.Generator) -> Prediction:
+    return predictor.predict(x, how["predictive"], generator=generator.manual_seed(how["seed"]))
 
 
 POSITIONS = 4096  # of a dense example that are scored, drawn at random

@@ -29,7 +29,7 @@ from lightning_bayes.arguments import count, flag, word
 from lightning_bayes.jacobian.products import Jacobian
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import inputs
-from lightning_bayes.network.borrowed import call_with, preserved_rng
+from lightning_bayes.network.borrowed import call_with, generator_on, preserved_rng
 from lightning_bayes.network.input_graph import check_differentiable
 from lightning_bayes.network.output import network_name
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
@@ -38,6 +38,7 @@ from lightning_bayes.posterior.gaussian import NEEDS_WHOLE, implements
 from lightning_bayes.predictive.prediction import TensorFields
 
 CHUNK, MOST_CHUNK = 2**28, 2**30  # bytes of the samples that go through the network together
+SHARED = 2**30  # bytes of weight samples that batches share
 
 
 def sample_functions(
@@ -86,8 +87,46 @@ def each_function(
 def draw_move(posterior: GaussianPosterior, generator: torch.Generator | None) -> Tensor:
     """A weight sample minus the network's weights. Every sample is drawn by itself, so the numbers do not depend on how
     many go through the network together.  # [P]"""
+    if isinstance(generator, SharedDraws):
+        return generator.move(posterior)
+    return _new_move(posterior, generator)
+
+
+def _new_move(posterior: GaussianPosterior, generator: torch.Generator | None) -> Tensor:
     move = posterior.sample(1, generator)[0] - posterior.mean
     return move if posterior.shift is None else move + posterior.shift
+
+
+class SharedDraws(torch.Generator):
+    """A generator that keeps the weight samples drawn from it, up to `SHARED` bytes. In a state that it has been in
+    before, it returns the same sample without drawing it again. So batches share their samples, and the numbers are
+    those of any other generator:
+
+        generator = SharedDraws(posterior.device)
+        predictions = [posterior.predict(x, "bnn", generator=generator.manual_seed(0)) for x in batches]
+    """
+
+    def __new__(cls, device: torch.device) -> SharedDraws:
+        return super().__new__(cls, generator_on(device).device)  # type: ignore[call-arg]
+
+    def __init__(self, device: torch.device) -> None:
+        self._size = 0
+        # By posterior and state: the posterior's tensors, which keep their ids, the sample, and the state after it.
+        self._kept: dict[tuple[int, int, bytes], tuple[Any, Tensor, Tensor]] = {}
+
+    def move(self, posterior: GaussianPosterior) -> Tensor:
+        """`draw_move` of the posterior."""
+        owner = (posterior.precision, posterior.mean)
+        key = (id(owner[0]), id(owner[1]), self.get_state().numpy().tobytes())
+        if key in self._kept:
+            _, move, after = self._kept[key]
+            self.set_state(after)
+            return move
+        move = _new_move(posterior, self)
+        if self._size + move.nbytes <= SHARED:
+            self._size += move.nbytes
+            self._kept[key] = (owner, move, self.get_state())
+        return move
 
 
 def _samples_together(posterior: GaussianPosterior, x: Any) -> int:

@@ -28,11 +28,12 @@ from lightning_bayes.metrics import (
 )
 from lightning_bayes.network import adapters, inputs
 from lightning_bayes.network.accumulation import float64_device, in_float64
-from lightning_bayes.network.borrowed import generator_on, preserved_rng
+from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.errors import DataError
 from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.options.predictive import PredictiveOption
 from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.predictive.draws import SharedDraws
 from lightning_bayes.predictive.ensemble import DeepEnsemble
 from lightning_bayes.predictive.prediction import Prediction, real_targets, unfit_targets
 
@@ -62,9 +63,10 @@ def evaluate(
     check_seed("seed", seed)
     device = predictor.device
     network = (predictor.posteriors[0] if isinstance(predictor, DeepEnsemble) else predictor).network
+    draws = SharedDraws(device)
 
     def predict(x: Any) -> Prediction:
-        return predictor.predict(x, predictive, generator=generator_on(predictor.device).manual_seed(seed))
+        return predictor.predict(x, predictive, generator=draws.manual_seed(seed))
 
     def split(batch: Any, is_ood: bool) -> tuple[Any, Tensor | None]:
         if is_ood:

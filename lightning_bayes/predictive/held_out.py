@@ -27,6 +27,7 @@ from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PLACES, Calibration, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.predictive.draws import SharedDraws
 from lightning_bayes.predictive.predict import FunctionDraws, Integral, OutputLaw, output_laws
 
 logger = logging.getLogger("lightning_bayes")
@@ -171,11 +172,11 @@ def held_out_laws(
     """For every batch the laws of the outputs, and its targets; data that say nothing are an error."""
     scoring.check(posterior.likelihood)
     present = [candidate for candidate in candidates if candidate is not None]
-    targets = _Targets(posterior.likelihood)
+    targets, draws = _Targets(posterior.likelihood), SharedDraws(posterior.device)
     with preserved_rng(posterior.device):
         for batch in loader:
             x, y = inputs.to_device(inputs.split_targets(posterior.network, batch, "val"), posterior.device)
-            laws = output_laws(present, x, scoring.predictive, scoring.seed) if present else []
+            laws = output_laws(present, x, scoring.predictive, draws, scoring.seed) if present else []
             # The linearised network has the plain one's mean, unless it was refined.
             of_plain = laws if laws and posterior.shift is None else output_laws([posterior], x, MAP())
             mean = of_plain[0].mean

@@ -33,6 +33,7 @@ from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.at_mean import outputs
 from lightning_bayes.posterior.function_space import process_gaussian
 from lightning_bayes.posterior.gaussian import Calibration, implements
+from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.predictive.draws import RunningMoments, each_function, sample_functions
 from lightning_bayes.predictive.prediction import Prediction, TensorFields
 
@@ -40,6 +41,7 @@ MANY = 64  # outputs per example above which the linearised network is sampled
 MANY_TOGETHER = 512  # the same for examples that are computed together, over all of them
 CHUNK = 2**21  # numbers of covariances of positions that are integrated at a time
 KEPT = 2**26  # bytes of draws that are kept
+NEGLIGIBLE = 2.0**40  # a prior precision, exact in every dtype, that leaves only the plain network
 
 
 @implements("predict", sharded=True)
@@ -128,7 +130,7 @@ def output_law(
     differentiable: bool = False,
 ) -> OutputLaw:
     """The law of the outputs at `x`. With `differentiable` it keeps the graph to `x`."""
-    if predictive.kind == "map":
+    if predictive.kind == "map" or is_plain(posterior):
         return OutputLaw(outputs(posterior, x, differentiable))
     if predictive.kind == "gp":
         if differentiable:
@@ -154,20 +156,31 @@ def output_law(
 
 
 def output_laws(
-    posteriors: Sequence[GaussianPosterior], x: Any, predictive: PredictiveOption, seed: int = 0
+    posteriors: Sequence[GaussianPosterior],
+    x: Any,
+    predictive: PredictiveOption,
+    generator: torch.Generator | None = None,
+    seed: int = 0,
 ) -> list[OutputLaw]:
     """The laws under several priors of one posterior, with common random numbers; for the linearised network in one
     backward pass."""
-    if predictive.kind == "gp":
+    is_gaussian = predictive.kind in ("glm", "gp") and not all(map(is_plain, posteriors))
+    if is_gaussian and predictive.kind == "gp":
         mean, covariances = process_gaussian(posteriors, x)
-    elif predictive.kind == "glm" and not has_many_outputs(posteriors[0], x):
+    elif is_gaussian and not has_many_outputs(posteriors[0], x):
         mean, covariances = posteriors[0].functional_for([posterior.precision for posterior in posteriors], x)
     else:
-        return [
-            output_law(posterior, x, predictive, generator_on(posterior.device).manual_seed(seed))
-            for posterior in posteriors
-        ]
+        generator = generator_on(posteriors[0].device) if generator is None else generator
+        return [output_law(posterior, x, predictive, generator.manual_seed(seed)) for posterior in posteriors]
     return [OutputLaw(mean, covariance) for covariance in covariances]
+
+
+def is_plain(posterior: GaussianPosterior) -> bool:
+    """Whether the prior leaves only the plain network, as `tune="auto"` may choose."""
+    if not isinstance(posterior, LaplacePosterior) or posterior.prior.precision is not None:
+        return False
+    δ = posterior.prior_precision
+    return δ.ndim == 0 and float(δ) >= NEGLIGIBLE
 
 
 def has_many_outputs(posterior: GaussianPosterior, x: Any) -> bool:

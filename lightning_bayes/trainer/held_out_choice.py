@@ -18,15 +18,16 @@ from torch import Tensor
 
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, inputs
-from lightning_bayes.network.borrowed import generator_on
 from lightning_bayes.network.loaders import ProgressLoader
 from lightning_bayes.options.callback import UseOptions
 from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.predictive import Prediction
-from lightning_bayes.predictive.auto import NEGLIGIBLE, Choice, survey, without_held_out_data
+from lightning_bayes.predictive.auto import Choice, survey, without_held_out_data
+from lightning_bayes.predictive.draws import SharedDraws
 from lightning_bayes.predictive.evaluate import Scores
 from lightning_bayes.predictive.held_out import Scoring
+from lightning_bayes.predictive.predict import is_plain
 from lightning_bayes.trainer.data import ExactPass, first_loader, validation_pass
 from lightning_bayes.trainer.module import ModuleError
 from lightning_bayes.trainer.private import is_dev_run
@@ -59,8 +60,9 @@ class HeldOutScores:
             return ", ".join(f"{metric} {value:.4g}" for metric, value in scores.items())
 
         text = f"MAP {listed(self.plain)}; MAP + temperature {listed(self.tempered)}; {name} {listed(self.posterior)}"
-        chosen = f"{plain} was chosen, without epistemic uncertainty" if plain else "the posterior was kept"
-        rank_zero_info(f"{name}{of}: on held-out data, two-fold: {text}; {chosen}")
+        why = ": the posterior adds nothing here, and epistemic is zero" if plain else ""
+        chosen = f"{plain} was chosen" if plain else "the posterior was kept"
+        rank_zero_info(f"{name}{of}: on held-out data, two-fold: {text}; {chosen}{why}")
         rival, best = min((("MAP", self.plain["nll"]), ("MAP + temperature", self.tempered["nll"])), key=lambda r: r[1])
         error = 0.0 if math.isnan(self.error) else self.error
         if self.posterior["nll"] > best + max(WORSE, 2 * error):
@@ -111,8 +113,7 @@ def choose_on_validation(
             scores, chosen = two_fold(choice, ProgressLoader(held_out, SCORING, shown)), choice.on()
             if scores is not None:
                 tempered = "the plain network" + ("" if calibrate is None else " with its temperature")
-                is_plain = by_auto and bool((chosen.prior_precision >= NEGLIGIBLE).all())
-                scores.say(use.name, of, tempered if is_plain else "")
+                scores.say(use.name, of, tempered if by_auto and is_plain(chosen) else "")
                 log(None if of else trainer, scores.numbers(use.name))
             return chosen, by_evidence
         if by_auto:
@@ -140,7 +141,7 @@ def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:
     ignored = choice.posterior.likelihood.ignore_index
     scores = [Scores(choice.posterior.device, ignored) for _ in range(3)]
     losses: list[list[Tensor]] = [[], [], []]
-    scoring, start = choice.scoring, 0
+    scoring, start, draws = choice.scoring, 0, SharedDraws(choice.posterior.device)
     for x, y in data:
         x = inputs.contained(choice.posterior.network, x, y)
         for half, (chosen, plain) in enumerate(by_other):
@@ -148,12 +149,11 @@ def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:
             if not rows:
                 continue
             x_half, y_half = inputs.take(chosen.network, x, rows), y[rows].to(chosen.device)
-            generator = generator_on(chosen.device).manual_seed(scoring.seed)
             tempered = choice.posterior.with_calibration(plain)
             predictions = (
                 choice.posterior.predict(x_half, "map", calibrated=False),
                 tempered.predict(x_half, "map"),
-                chosen.predict(x_half, scoring.predictive, generator=generator),
+                chosen.predict(x_half, scoring.predictive, generator=draws.manual_seed(scoring.seed)),
             )
             for score, loss, prediction in zip(scores, losses, predictions, strict=True):
                 score.update(prediction, y_half)

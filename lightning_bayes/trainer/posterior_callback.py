@@ -31,6 +31,7 @@ from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.files import read, read_any
 from lightning_bayes.posterior.prior import GaussianPrior
 from lightning_bayes.predictive import Prediction
+from lightning_bayes.predictive.draws import SharedDraws
 from lightning_bayes.predictive.evaluate import Predict
 from lightning_bayes.trainer.checkpoints import (
     CheckpointInfo,
@@ -146,6 +147,7 @@ class PosteriorCallback(Callback):
         self._dry_run: DryRun | None = None  # until the first step is over
         self._scores: TrainerScores | None = None  # of the running `validate` or `test`
         self._predict_step: PredictStep | None = None  # while `predict` runs
+        self._draws: SharedDraws | None = None  # while `validate`, `test` or `predict` runs
         self._said_replaced = False
         self._is_unaveraged = False  # whether the module has other weights than a checkpoint's posterior belongs to
         self._checkpoint: Any = None  # that the weights of the running `validate`, `test` or `predict` came from
@@ -172,11 +174,11 @@ class PosteriorCallback(Callback):
 
     def predict(self, x: Any) -> Prediction:
         """The posterior's prediction with this callback's settings; all batches share the weight samples."""
-        generator = generator_on(self.posterior.device).manual_seed(self.seed)
+        generator = generator_on(self.posterior.device) if self._draws is None else self._draws
         # Mixed precision is for the network, not for integrals over its outputs; and tensors made in Lightning's
         # inference mode could never be used with gradients.
         with torch.inference_mode(False), torch.autocast(self.posterior.device.type, enabled=False):
-            return self.posterior.predict(x, self.predictive, generator=generator)
+            return self.posterior.predict(x, self.predictive, generator=generator.manual_seed(self.seed))
 
     def evaluate(
         self, module: LightningModule, dataloader: Any, ood_dataloaders: Any = (), trainer: Trainer | None = None
@@ -342,6 +344,7 @@ class PosteriorCallback(Callback):
         loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
         stage = "test" if trainer.testing else "val"
         self._scores = TrainerScores(self.likelihood, pl_module, loaders, self.use.ood, stage)
+        self._draws = SharedDraws(pl_module.device)
 
     def on_validation_batch_end(
         self,
@@ -360,7 +363,7 @@ class PosteriorCallback(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._scores is not None and self.use.plots:
             self._scores.draw(trainer)
-        self._scores = None  # it holds the loaders
+        self._scores = self._draws = None  # they hold the loaders and weight samples
 
     on_test_start = on_validation_start
     on_test_batch_end = on_validation_batch_end
@@ -377,6 +380,7 @@ class PosteriorCallback(Callback):
     # -- predict -------------------------------------------------------------------------------------------------------
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._draws = SharedDraws(pl_module.device)
         callbacks = [callback for callback in posterior_callbacks(trainer) if callback.use.predict_step != "keep"]
         if self not in callbacks:
             self._load_sidecar(trainer)
@@ -398,9 +402,11 @@ class PosteriorCallback(Callback):
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restore_predict_step()
+        self._draws = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._restore_predict_step()
+        self._draws = None
         self._end_dry_run()
 
     def _restore_predict_step(self) -> None:
@@ -427,7 +433,8 @@ class PosteriorCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: the posterior as in a checkpoint."""
-        return {**self.__dict__, "_posterior": None, "_scores": None, "_stored": self.state_dict().get("posterior")}
+        own = {**self.__dict__, "_posterior": None, "_scores": None, "_draws": None}
+        return {**own, "_stored": self.state_dict().get("posterior")}
 
     def store(self, trainer: Trainer, checkpoints: list[CheckpointInfo] | None = None) -> None:
         """Write the posterior's file, and put the posterior into the checkpoints of its weights; on all processes."""

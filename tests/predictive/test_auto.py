@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from helpers.loaders import CountingLoader
 from test_calibration import LIKELIHOODS, fitted, network, real, targets
 from torch import Tensor, nn
 
-from lightning_bayes import GLM, Gaussian, Kron, LaplacePosterior, Tuning, fit_laplace
-from lightning_bayes.predictive.auto import NEGLIGIBLE, PRIORS, PriorChoice, survey
+from lightning_bayes import BNN, GLM, GP, Gaussian, GaussianPosterior, Kron, LaplacePosterior, Tuning, fit_laplace
+from lightning_bayes.predictive.auto import PRIORS, PriorChoice, survey
 from lightning_bayes.predictive.held_out import LOG_TEMPERATURES, Scoring
+from lightning_bayes.predictive.predict import NEGLIGIBLE
 
 
 def held_out_nll(posterior: LaplacePosterior, batches: Any, **options: Any) -> Tensor:
@@ -72,13 +74,30 @@ def table(*levels: float) -> Tensor:
 def test_the_plain_network_is_in_the_family_and_wins_where_all_else_is_worse() -> None:
     choice = choice_of(table(0.5, 0.3, 0.1))
     assert float(choice.on().prior_precision) == NEGLIGIBLE
-    x = real(5, 3)
-    chosen = choice.on()
-    torch.testing.assert_close(
-        chosen.predict(x, calibrated=False).probs, chosen.predict(x, "map").probs, rtol=1e-4, atol=1e-6
-    )
     assert float(choice_of(table(0.1, 0.3, 0.5)).on().prior_precision) == pytest.approx(0.1)
     assert float(choice_of(table(0.3, 0.1, 0.5)).on().prior_precision) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("option", [GLM(), GLM(link="mc"), BNN(samples=7), GP()])
+def test_where_the_plain_network_was_chosen_a_prediction_is_one_forward_pass(option: Any, tmp_path: Path) -> None:
+    """Exactly its numbers, with nothing epistemic, from the file too."""
+    posterior, _ = fitted("classes", **({"gp": GP(points=5)} if option.kind == "gp" else {}))
+    scoring = Scoring(option, of="probs")
+    nll = table(0.5, 0.3, 0.1) + 0.3 * torch.tensor(LOG_TEMPERATURES)[:, None]  # the best temperature is below one
+    chosen = PriorChoice(posterior, scoring, option.link or "pairwise", True, True, (0.1, 10.0), nll).on()
+    chosen.save(tmp_path / "posterior.pt")
+    x, (calibration,) = real(5, 3), chosen.calibrations
+    expected = (posterior.network(x) / calibration.output_temperature).softmax(1).detach()
+    assert calibration.output_temperature < 0.95
+    passes: list[int] = []
+    for own in (chosen, GaussianPosterior.load(tmp_path / "posterior.pt", posterior.network)):
+        with posterior.network.register_forward_hook(lambda *_: passes.append(1)):
+            prediction = own.predict(x, option)
+        torch.testing.assert_close(prediction.probs, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(prediction.aleatoric, expected * (1 - expected), rtol=1e-9, atol=0)
+        for zero in (prediction.epistemic, prediction.mutual_information):
+            assert not zero.any()
+    assert len(passes) == 2
 
 
 def test_a_difference_that_examples_disagree_about_does_not_count() -> None:

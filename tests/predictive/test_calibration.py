@@ -1,6 +1,7 @@
 """`posterior.calibrate`: one number from held-out data, and what it does and does not change."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -49,11 +50,11 @@ LIKELIHOODS: dict[str, tuple[Likelihood, int]] = {
 }
 
 
-def fitted(kind: str) -> tuple[LaplacePosterior, list[tuple[Tensor, Tensor]]]:
+def fitted(kind: str, **options: Any) -> tuple[LaplacePosterior, list[tuple[Tensor, Tensor]]]:
     likelihood, outputs = LIKELIHOODS[kind]
     net = network(outputs)
     x, held_out = real(20, 3), real(N, 3, seed=1)
-    posterior = fit_laplace(net, [(x, targets(kind, net(x).detach(), 2))], likelihood, prior_precision=3.0)
+    posterior = fit_laplace(net, [(x, targets(kind, net(x).detach(), 2))], likelihood, prior_precision=3.0, **options)
     y = targets(kind, net(held_out).detach(), 3)
     return posterior, [(held_out[:25], y[:25]), (held_out[25:26], y[25:26]), (held_out[26:], y[26:])]
 

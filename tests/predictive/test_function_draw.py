@@ -14,9 +14,11 @@ from predictive_cases import NORMS, linearised_draws, network_draws
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
-from lightning_bayes import Gaussian, LaplacePosterior, Subnetwork, fit_laplace
+from lightning_bayes import DeepEnsemble, Gaussian, LaplacePosterior, Prediction, Subnetwork, fit_laplace
 from lightning_bayes.posterior import PosteriorError, ShardedPosterior
+from lightning_bayes.predictive import draws as draws_module
 from lightning_bayes.predictive import sample_functions
+from lightning_bayes.predictive.draws import SharedDraws
 
 N = 7
 X, Y = real(N, 3), torch.tensor([0, 2, 1, 1, 0, 2, 2])
@@ -198,3 +200,23 @@ def test_the_vector_of_a_padding_does_not_move(structure: str) -> None:
         assert torch.equal(draw(torch.zeros(1, 2).long()) - draw(torch.zeros(1, 3).long()), torch.zeros(1, 2).double())
         if predictive == "glm":
             torch.testing.assert_close(draw(tokens), network(tokens).detach() + J @ move)
+
+
+@pytest.mark.parametrize("kept", [0, 2, 5, 100])
+@pytest.mark.parametrize(("kind", "members"), [("bnn", 1), ("glm", 1), ("bnn", 2)])
+def test_batches_share_weight_samples(kind: str, members: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions have the numbers of an ordinary generator, for any batches and any memory."""
+    monkeypatch.setattr("lightning_bayes.predictive.predict.MANY", 0)  # so that "glm" draws, too
+    fits = [fitted(), fitted().with_prior(0.3)][:members]
+    predictor, option = (DeepEnsemble(fits) if members > 1 else fits[0]), predictive_of(kind, samples=5)
+    expected = predictor.predict(NEW, option, generator=seeded(4))
+    drawn: list[int] = []
+    new_move = draws_module._new_move
+    monkeypatch.setattr(draws_module, "_new_move", lambda *args: drawn.append(1) or new_move(*args))
+    monkeypatch.setattr(draws_module, "SHARED", kept * fits[0].mean.nbytes)
+    shared = SharedDraws(NEW.device)
+    batches = NEW.split([1, 2, 1])
+    result = Prediction.cat([predictor.predict(x, option, generator=shared.manual_seed(4)) for x in batches])
+    for name, values in result.numpy().items():
+        torch.testing.assert_close(torch.from_numpy(values), torch.from_numpy(expected.numpy()[name]), **TIGHT)
+    assert len(drawn) == 5 * members + 2 * max(0, 5 * members - kept)
