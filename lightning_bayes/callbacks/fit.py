@@ -1,14 +1,12 @@
 """`fit`: the posterior of a module that is trained already, in one line.
 
-It is what `LaplaceCallback` would have fitted at the end of training: one exact pass over the training data, then prior
-and temperature chosen on the validation data, if there are any.
+It is the posterior that `LaplaceCallback` would have fitted at the end of training: one exact pass over the training
+data, then prior and temperature chosen on the validation data, if there are any.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from os import PathLike
@@ -32,9 +30,7 @@ from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import (
     callbacks_of,
     convert_input,
-    datamodule_of,
     is_default_data_hook,
-    module_of_trainer,
     set_callbacks,
 )
 
@@ -57,9 +53,9 @@ def fit(
 ) -> LaplacePosterior:
     """The Laplace posterior of a trained module, with prior and temperature chosen on its validation data.
 
-    The module, its data module and its Trainer are left as they are, but for one thing: a Trainer gets the
-    `LaplaceCallback` that holds the posterior, so that its `test`, `validate` and `predict` use it. A `LaplaceCallback`
-    that the Trainer has already is fitted, if nothing else is asked for; one of the same name gives way to the new one.
+    The module and its data module do not change. A Trainer gets the `LaplaceCallback` that holds the posterior, so that
+    its `test`, `validate` and `predict` use it. If the Trainer has a `LaplaceCallback` and no options are given, that
+    callback is fitted; otherwise a new one replaces the callback of the same name.
 
     Args:
         module: a LightningModule with its trained weights, a plain network, or a Trainer that has run with a module.
@@ -70,27 +66,44 @@ def fit(
         trainer: a Trainer that will test or predict with the posterior; the fit runs on its device.
         options: further arguments of `LaplaceCallback`.
     """
+    run: Any = trainer
     if _is_trainer(module):
-        trainer, module = _own_trainer(module, trainer), _module_of(module)
-    _check(module, datamodule, trainer, options)
-    words: dict[str, Any] = {"likelihood": likelihood, **options}
+        if trainer not in (None, module):
+            raise TypeError("two Trainers were given, the first argument and trainer=: pass the module and one Trainer")
+        run, module = module, module.lightning_module
+        if module is None:
+            raise ModuleError(
+                "the Trainer has not run with a module yet: pass the module, fit(module, datamodule, trainer=trainer)"
+            )
+    _check(module, datamodule, run, options)
+    arguments: dict[str, Any] = {"likelihood": likelihood, **options}
     if not hasattr(module, "transfer_batch_to_device"):
         module, inside = _PlainNetwork(module), network_option(options.get("network"))
         datamodule, val_dataloader = _as_loader(datamodule), _as_loader(val_dataloader)
-        words["network"] = replace(inside, name="net" if inside.name is None else f"net.{inside.name}")
-    callback = _callback(trainer, words, is_plain=likelihood == "classification" and not options)
-    data = _training_data(module, datamodule, trainer)
-    with _on_device_of(trainer, module) as home:
-        posterior = callback.fit_now(trainer, module, data, val_dataloader)
-    if trainer is not None:
-        _put_on(trainer, callback)
+        arguments["network"] = replace(inside, name="net" if inside.name is None else f"net.{inside.name}")
+    callbacks = [] if run is None else callbacks_of(run)
+    existing = [callback for callback in callbacks if type(callback) is LaplaceCallback]
+    is_plain = likelihood == "classification" and not options
+    callback = existing[0] if is_plain and len(existing) == 1 else LaplaceCallback(**arguments)
+    data = _training_data(module, datamodule, run)
+    home = module.device  # Lightning moves a module away from the Trainer's device after each run
+    try:
+        if run is not None:
+            module.to(run.strategy.root_device)
+        posterior = callback.fit_now(run, module, data, val_dataloader)
+    finally:
+        if module.device != home:
+            module.to(home)
+    if run is not None:
+        others = [each for each in callbacks if getattr(each, "state_key", None) != callback.state_key]
+        set_callbacks(run, [*others, callback])
         if options.get("save"):
-            callback.write_file(trainer)
-    return posterior if home is None else posterior.to(home)
+            callback.write_file(run)
+    return posterior if posterior.device == home else posterior.to(home)
 
 
 class _PlainNetwork(LightningModule):
-    """Batches of a plain network are those that `fit_laplace` takes."""
+    """A plain network, whose batches are those that `fit_laplace` takes."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -98,33 +111,17 @@ class _PlainNetwork(LightningModule):
         self.train(network.training).to(inputs.device_of(network))
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """A pair; graphs stay whole, as their nodes have other targets in each stage."""
+        """Return a pair; graphs stay whole, because their nodes have other targets in each stage."""
         return batch if adapters.is_graph(batch) else inputs.split(self.net, batch)
 
 
 def _as_loader(batches: Any) -> Any:
-    """A list is one of batches, as `fit_laplace` takes it, and not of loaders, as a Trainer has them."""
-    batches_or_loader: Any = batches
-    return DataLoader(batches_or_loader, batch_size=None) if isinstance(batches, (list, tuple)) else batches
+    """A list holds batches, as for `fit_laplace`; for a Trainer it would hold loaders."""
+    return DataLoader(batches, batch_size=None) if isinstance(batches, (list, tuple)) else batches  # type: ignore[arg-type]
 
 
 def _is_trainer(thing: Any) -> bool:
     return hasattr(thing, "strategy") and hasattr(thing, "callbacks")
-
-
-def _own_trainer(first: Any, trainer: Any) -> Any:
-    if trainer is not None and trainer is not first:
-        raise TypeError("two Trainers were given, the first argument and trainer=: pass the module and one Trainer")
-    return first
-
-
-def _module_of(trainer: Any) -> Any:
-    module = module_of_trainer(trainer)
-    if module is None:
-        raise ModuleError(
-            "the Trainer has not run with a module yet: pass the module, fit(module, datamodule, trainer=trainer)"
-        )
-    return module
 
 
 def _check(module: Any, datamodule: Any, trainer: Any, options: dict[str, Any]) -> None:
@@ -169,9 +166,9 @@ def _training_data(module: LightningModule, datamodule: Any, trainer: Any) -> An
     """The data module, loader, or module that the data come from."""
     if datamodule is not None:
         return datamodule
-    if trainer is not None and datamodule_of(trainer) is not None:
-        return datamodule_of(trainer)
-    if trainer is not None and trainer.train_dataloader is not None and module_of_trainer(trainer) is module:
+    if trainer is not None and trainer.datamodule is not None:
+        return trainer.datamodule
+    if trainer is not None and trainer.train_dataloader is not None and trainer.lightning_module is module:
         return trainer.train_dataloader
     if is_default_data_hook(module, "train_dataloader"):
         raise DataError(
@@ -179,30 +176,3 @@ def _training_data(module: LightningModule, datamodule: Any, trainer: Any) -> An
             f"{type(module).__name__} a train_dataloader"
         )
     return module
-
-
-def _callback(trainer: Any, words: dict[str, Any], is_plain: bool) -> LaplaceCallback:
-    """That of the Trainer, where nothing else is asked for, or a new one."""
-    held = [] if trainer is None else [c for c in callbacks_of(trainer) if type(c) is LaplaceCallback]
-    return held[0] if is_plain and len(held) == 1 else LaplaceCallback(**words)
-
-
-def _put_on(trainer: Any, callback: LaplaceCallback) -> None:
-    """On the Trainer, instead of one of the same name."""
-    others = [c for c in callbacks_of(trainer) if getattr(c, "state_key", None) != callback.state_key]
-    set_callbacks(trainer, [*others, callback])
-
-
-@contextmanager
-def _on_device_of(trainer: Trainer | None, module: LightningModule) -> Iterator[torch.device | None]:
-    """The module on the Trainer's device, from which Lightning takes it after each run; yields where it was, if that is
-    another one."""
-    home = module.device
-    if trainer is None or trainer.strategy.root_device == home:
-        yield None
-        return
-    module.to(trainer.strategy.root_device)
-    try:
-        yield home
-    finally:
-        module.to(home)

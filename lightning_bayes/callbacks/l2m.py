@@ -4,10 +4,8 @@
     P = v̂ + δ + ε                            (`scaling="paper"`: Perone et al., eq. (6))
 
 for batches of `B` of `N` examples and a loss of `c` times the mean negative log-likelihood; see
-`lightning_bayes.posterior.moments`. No pass over the data: the callback counts `N` and `B` and recognises `c` during
-training, and at its end, or whenever `fit_now` is called, the buffers are read.
-
-Which examples' gradients a step of the optimizer has averaged, counted while training runs.
+`lightning_bayes.posterior.moments`. There is no pass over the data: the callback counts `N` and `B` and recognises `c`
+during training, and reads the optimizer's buffers at the end, or when `fit_now` is called.
 
 A step uses `Σ wᵢ gᵢ`, over examples that were drawn without replacement from `N`. At the optimum its square is on
 average
@@ -32,13 +30,12 @@ from torch import Tensor
 from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, inputs
-from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.processes import is_sharded, reshard
 from lightning_bayes.network.subset import trainable
 from lightning_bayes.options.fit import prior_option
 from lightning_bayes.options.tuning import Tuning, tuning_option
 from lightning_bayes.posterior import LaplacePosterior
-from lightning_bayes.posterior.gaussian import NEEDS_WHOLE, PosteriorError
+from lightning_bayes.posterior.gaussian import NEEDS_WHOLE
 from lightning_bayes.posterior.moments import (
     SCALINGS,
     check_l2m,
@@ -50,16 +47,12 @@ from lightning_bayes.posterior.moments import (
     mean_only,
 )
 from lightning_bayes.trainer import data
-from lightning_bayes.trainer.checkpoints import is_of_weights
 from lightning_bayes.trainer.dry_run import LossFit, recognise_scale, split_training_batch
 from lightning_bayes.trainer.held_out_choice import choose_on_validation
 from lightning_bayes.trainer.posterior_callback import CallbackPrior, PosteriorCallback
-from lightning_bayes.trainer.private import class_name, forward_context, is_dev_run
-from lightning_bayes.trainer.report import bars_of, describe, report
+from lightning_bayes.trainer.private import class_name, is_dev_run
+from lightning_bayes.trainer.report import describe, fit_context, report
 
-_LAST_ONLY = (
-    "an optimizer's second moment belongs to the last weights alone, so test those, or use LaplaceCallback for the best"
-)
 _UNREADABLE = {"FSDPStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy"}
 
 
@@ -69,7 +62,7 @@ class L2MCallback(PosteriorCallback):
     Args:
         likelihood: "classification", "binary" or "regression", or a `Likelihood`.
 
-        scaling: "dataset", the curvature of the dataset's log-likelihood, or "paper", `v̂ + δ + ε` as it is.
+        scaling: "dataset", the curvature of the dataset's log-likelihood, or "paper", `v̂ + δ + ε` without scaling.
         prior_precision: a number, or one per layer; None takes the optimizer's weight decay.
         prior: `Prior(mean=…)`, the weights that the prior is around when the evidence tunes it.
         loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. The default is that of torch's
@@ -84,6 +77,11 @@ class L2MCallback(PosteriorCallback):
         name: suffix of the logged numbers, and key among several callbacks.
         use: network, predictive, calibrate, ood, plots, save, predict_step, seed and progress; see `PosteriorCallback`.
     """
+
+    only_weights = (
+        "an optimizer's second moment belongs to the last weights alone, so test those, or use LaplaceCallback for the "
+        "best"
+    )
 
     def __init__(
         self,
@@ -120,7 +118,7 @@ class L2MCallback(PosteriorCallback):
     def fit_now(self, trainer: Trainer, module: LightningModule) -> LaplacePosterior:
         """Read the optimizers of a running or finished `fit`, around the module's current weights."""
         self._module = module
-        self._count_step(trainer, module)  # another callback may ask before this one's hook runs
+        self._count_step(trainer, module)  # another callback may call this before this one's hook runs
         if self._counts and not self._batches.steps:
             raise RuntimeError(
                 f"L2MCallback {self.name!r} has seen no step of an optimizer: make it one of the callbacks of the "
@@ -145,7 +143,7 @@ class L2MCallback(PosteriorCallback):
                 n_outputs=self._batches.n_targets or 1,
             )
         if not posterior.is_sharded:
-            with preserved_rng(module.device), forward_context(trainer), bars_of(trainer):
+            with fit_context(trainer, module):
                 if self._needs_evidence(trainer):
                     posterior = self._by_evidence(trainer, module, posterior)
                 posterior, _ = choose_on_validation(trainer, module, posterior, self.use, self.tune)
@@ -153,18 +151,14 @@ class L2MCallback(PosteriorCallback):
         return posterior
 
     def _by_evidence(self, trainer: Trainer, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:
-        assert self.tune is not None
         processes, limit = Processes.current(), data.drawn_batches(trainer)
         batches = data.exact_pass(trainer.train_dataloader, module, trainer, limit, processes)
-        known = posterior.with_log_likelihood(batches, processes)
-        return known.tune_prior(self.tune)
+        assert self.tune is not None
+        return posterior.with_log_likelihood(batches, processes).tune_prior(self.tune)
 
     def _needs_evidence(self, trainer: Trainer) -> bool:
         """Whether the evidence tunes the prior; not in a run of a batch or two."""
         return self.tune is not None and self.tune.by_evidence and not is_dev_run(trainer)
-
-    def _missing(self) -> str:
-        return f"{super()._missing()}; {_LAST_ONLY}"
 
     # -- before training ---------------------------------------------------------------------------------------------
 
@@ -245,7 +239,7 @@ class L2MCallback(PosteriorCallback):
             fisher_factor(self._batches.n_data, self._batches.size)
 
     def _count_step(self, trainer: Trainer, module: LightningModule) -> None:
-        # Lightning divides the loss by the batches to accumulate, also where an epoch ends before they are complete.
+        # Lightning divides the loss by the number of accumulated batches, even if the epoch ends earlier.
         parts = trainer.accumulate_grad_batches if module.automatic_optimization else None
         self._batches.count_step(trainer.global_step, parts, self._decay)
 
@@ -254,7 +248,7 @@ class L2MCallback(PosteriorCallback):
         return self._counts and self.loss_scale is None
 
     def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
-        """The second moment has the loss's scale, squared: it must be known, but in the paper's form."""
+        """The second moment contains the scale of the loss, squared, so it must be known; not in the paper's form."""
         if not self._counts:
             return
         super().judge_loss(fit, outputs)
@@ -282,42 +276,36 @@ class L2MCallback(PosteriorCallback):
         super().load_state_dict(state_dict)
         self._batches, self._resumed = EffectiveBatchSize(**state_dict["batches"]), True
 
-    def _load_sidecar(self, trainer: Trainer) -> None:
-        super()._load_sidecar(trainer)
-        posterior = self._find_posterior()
-        if trainer.ckpt_path and posterior is not None and not is_of_weights(posterior):
-            raise PosteriorError(f"the network's weights are not those the posterior was fitted to: {_LAST_ONLY}")
-
 
 @dataclass
 class EffectiveBatchSize:
-    """Plain numbers, which a checkpoint holds."""
+    """Plain numbers, for a checkpoint."""
 
     n_data: int = 0  # the N examples that batches are drawn from
     n_targets: int = 0  # of one example; a mean loss averages over them too
-    loss_scale: float = 0.0  # that the first batch's loss had; 0 for the default
+    loss_scale: float = 0.0  # of the first batch's loss; 0 for the default
     global_step: int = 0
     waiting: int = 0  # batches since the last step
     waiting_inverse: float = 0.0  # Σ 1/b over those
-    steps: float = 0.0  # with the weights of the optimizer's own average, as what follows
+    steps: float = 0.0  # these and the next with the weights of the optimizer's own average
     squares: float = 0.0  # of Σ wᵢ²
     sums: float = 0.0  # of (Σ wᵢ)²
 
     @property
     def size(self) -> float:
-        """`B`, the harmonic mean over steps where each has used one batch."""
+        """`B`; the harmonic mean if each step has used one batch."""
         if not self.steps:
             return 1.0
         squares, sums = self.squares / self.steps, self.sums / self.steps
         return 1 / (squares + (1 - sums) / self.n_data if self.n_data else squares)
 
     def add(self, examples: int) -> None:
-        """A batch, of all processes together, whose mean loss goes into the next step."""
+        """Add a batch of all processes, whose mean loss is part of the next step."""
         self.waiting, self.waiting_inverse = self.waiting + 1, self.waiting_inverse + 1 / examples
 
     def count_step(self, global_step: int, parts: int | None, decay: float) -> None:
-        """If there was a step: it has used the sum of the waiting batches' means over `parts`, by default their
-        number; the average that the optimizer keeps forgets by `decay`."""
+        """If there was a step, it used the sum of the waiting batches' means divided by `parts` (default: their
+        number). `decay` is that of the optimizer's average."""
         if global_step == self.global_step or not self.waiting:
             return
         parts = parts or self.waiting

@@ -4,7 +4,7 @@
 
 around the trained weights `θ*`, with the prior `Λ = δI` or another; see `lightning_bayes.posterior.laplace`. Then the
 prior precision `δ` is tuned, and the predictions are calibrated. The weights of the best and last checkpoints get a
-posterior in the same way, each in a pass of its own.
+posterior in the same way, each in a separate pass.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from lightning_bayes.curvature.low_rank import n_vectors
 from lightning_bayes.curvature.sharded_diagonal import check_layers
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes
-from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.gathered_layer import gathered
 from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.network.processes import is_sharded, reshard
@@ -71,8 +70,8 @@ from lightning_bayes.trainer.dry_run import check_memory
 from lightning_bayes.trainer.held_out_choice import choose_on_validation
 from lightning_bayes.trainer.module import check_module, refuse_variational
 from lightning_bayes.trainer.posterior_callback import CallbackPrior, PosteriorCallback
-from lightning_bayes.trainer.private import forward_context, is_dev_run
-from lightning_bayes.trainer.report import bars_of, block_summary, describe, end_live_display, report, shows_bars
+from lightning_bayes.trainer.private import datamodule_of, is_dev_run
+from lightning_bayes.trainer.report import block_summary, describe, end_live_display, fit_context, report
 
 # Weights up to which a dry run makes the matrices of the structure.
 DRY_RUN_LIMITS = {"full": 1024, "kron": 1_000_000, "ekfac": 1_000_000}
@@ -98,10 +97,10 @@ class LaplaceCallback(PosteriorCallback):
         tune: how to choose the prior (and a regression's noise) after the fit: "auto" (on the first validation
             dataloader, or without one by the evidence), "marglik", "mackay" or "linear" (by the evidence), "grid" (on
             validation data), or `Tuning(method, groups, iterate, …)`; None keeps the prior.
-        weights: which weights get a posterior: "both" those that training ends with and those of every best and last
-            checkpoint, "last" or "best". The checkpoints that hold the weights store it.
-        data: what the pass goes over instead of the training data, for example the same examples without augmentation:
-            a DataLoader, the name of a method or attribute of the data module or module, or
+        weights: which weights get a posterior: "last" (at the end of training), "best" (of the best checkpoint), or
+            "both" (and of every last checkpoint). The checkpoints of these weights store it.
+        data: the data of the pass, if not the training data (for example the same examples without augmentation): a
+            DataLoader, the name of a method or attribute of the data module or module, or
             `FitData(loader, max_batches)`.
         name: suffix of the logged numbers, and key among several callbacks.
         use: network, predictive, calibrate, ood, plots, save, predict_step, seed and progress; see `PosteriorCallback`.
@@ -158,22 +157,21 @@ class LaplaceCallback(PosteriorCallback):
         """Fit to the module's current weights: one exact pass over the training data, then tuning and calibration.
 
         Args:
-            trainer: its precision, limits and loggers are used; None, or one that need not have run.
-            module: with its trained weights.
-            dataloader: of the training data; or a data module, which need not be set up, or the module itself, for both
+            trainer: provides precision, limits and loggers; it need not have run. None for defaults.
+            module: the module with its trained weights.
+            dataloader: the training data; or a data module, which need not be set up, or the module itself, for both
                 training and validation data.
-            val_dataloader: to tune and calibrate on; by default that of the data module, or the Trainer's.
+            val_dataloader: the data to tune and calibrate on; by default those of the data module, or the Trainer's.
         """
         check_module(module, trainer)
         if is_datamodule(dataloader) or dataloader is module:
-            with loaders_of(dataloader, module, trainer) as loaders:
-                data = self._data.loader_of(loaders.owner, module, loaders.train)
-                validation = loaders.validation if val_dataloader is None else val_dataloader
-                return self.fit_now(trainer, module, data, validation)
+            with loaders_of(dataloader, module, trainer) as (owner, train, validation):
+                data = self._data.loader(train, owner, module)
+                return self.fit_now(trainer, module, data, validation if val_dataloader is None else val_dataloader)
         check_loader(dataloader, "dataloader", "batches")
         if first_loader(val_dataloader) is not None:
             check_loader(first_loader(val_dataloader), "val_dataloader", "batches")
-        if self._tunes_on_grid:
+        if self.tune is not None and self.tune.method == "grid":
             validation_pass(trainer, module, val_dataloader)  # raises before the pass if there are no data
         self._posterior = posterior = self._fitted(trainer, module, dataloader, validation=val_dataloader)
         self._best_path = None
@@ -192,11 +190,11 @@ class LaplaceCallback(PosteriorCallback):
         posterior = self._pass(trainer, module, loader)
         if posterior.is_sharded:
             return posterior
-        with preserved_rng(module.device), forward_context(trainer), bars_of(trainer):
+        with fit_context(trainer, module):
             if self.tune is not None and self.tune.by_evidence:
                 data = self._data.exact_pass(trainer, module, loader) if self.tune.iterate else None
-                progress = self.progress and shows_bars(trainer)
-                posterior = posterior.tune_prior(self.tune, data, progress=progress, processes=Processes.current())
+                shown = self._shows_progress(trainer)
+                posterior = posterior.tune_prior(self.tune, data, progress=shown, processes=Processes.current())
             posterior, self._by_evidence = choose_on_validation(
                 trainer, module, posterior, self.use, self.tune, of, validation
             )
@@ -206,7 +204,7 @@ class LaplaceCallback(PosteriorCallback):
         """The posterior of the module's current weights, not yet tuned or calibrated."""
         # Each process has its own batch norm statistics. Checkpoints and DDP's next step use those of rank zero.
         share(list(module.buffers()))
-        with preserved_rng(module.device), forward_context(trainer), bars_of(trainer):
+        with fit_context(trainer, module):
             data = self._data.exact_pass(trainer, module, loader)
             probe = data.probe()
             x = None if probe is None else self.read_by_targets(module, *probe)
@@ -214,9 +212,8 @@ class LaplaceCallback(PosteriorCallback):
             batches: ExactPass | LockstepLoader = data
             if is_sharded(network):
                 check_settings(self)  # `fit_now` may be called outside of a Trainer's run
-            if is_sharded(network) and is_diagonal(self):
-                return fit_diagonal(self, network, data, (x, probe[1]), processes)
-            if is_sharded(network):
+                if is_diagonal(self):
+                    return fit_diagonal(self, network, data, (x, probe[1]), processes)
                 network = layer = gathered(network, x)
                 batches, x = LockstepLoader(layer, data, x, processes), layer.features(x)
             return fit_laplace(
@@ -224,7 +221,7 @@ class LaplaceCallback(PosteriorCallback):
                 batches,
                 **self._fit_kwargs(),
                 prior=self._prior.read(network),
-                progress=self.progress and shows_bars(trainer),
+                progress=self._shows_progress(trainer),
                 processes=processes,
                 probe=x,
             )
@@ -234,20 +231,13 @@ class LaplaceCallback(PosteriorCallback):
         names = ("structure", "subset", "curvature", "prior_precision", "gp")
         return {"likelihood": self.likelihood, "seed": self.seed, **{n: getattr(self.options, n) for n in names}}
 
-    @property
-    def _tunes_on_grid(self) -> bool:
-        return self.tune is not None and self.tune.method == "grid"
-
     def _report(self, trainer: Trainer | None, posterior: LaplacePosterior, of: str = "") -> None:
         blocks = block_summary(posterior.curvature.structure)
         what = f"{self.structure.kind} posterior over {posterior.subset.size} weights{of}"
         what += f" ({blocks})" if blocks else ""
-        what += f", by curvature={posterior.curvature.kind!r}" if self._chose_estimate(posterior) else ""
+        if self.options.curvature == "auto" and posterior.curvature.kind != "ggn":  # for outputs at many positions
+            what += f", by curvature={posterior.curvature.kind!r}"
         report(trainer, self.name, what, {"n_data": posterior.n_data, **describe(posterior, self._by_evidence)})
-
-    def _chose_estimate(self, posterior: LaplacePosterior) -> bool:
-        """Whether "auto" has chosen the Monte-Carlo estimate, for outputs at many positions."""
-        return self.options.curvature == "auto" and posterior.curvature.kind != "ggn"
 
     def _missing(self) -> str:
         if self._best_path is None and not self._checkpoint:
@@ -280,7 +270,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        self._data.check_name(trainer, pl_module)
+        self._data.owner(datamodule_of(trainer), pl_module)  # raises for an unknown name
         has_best = any(hasattr(callback, "best_model_path") for callback in trainer.checkpoint_callbacks)
         if self.weights == "best" and not has_best and not is_dev_run(trainer):
             raise RuntimeError("weights='best' needs a best checkpoint: give the Trainer a ModelCheckpoint(monitor=…)")
@@ -288,15 +278,15 @@ class LaplaceCallback(PosteriorCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._data.check_training_data(trainer, partial(check_passes, self.structure))
-        if self._tunes_on_grid:
+        if self.tune is not None and self.tune.method == "grid":
             check_validation(trainer)
         network = self.network_in(pl_module)
         if is_sharded(network):
             self._data.check_training_data(trainer, check_sharded_data)
-        if is_sharded(network) and is_diagonal(self):
-            check_layers(network)
-        elif is_sharded(network):
-            self._probe = LastLayerProbe(network)
+            if is_diagonal(self):
+                check_layers(network)
+            else:
+                self._probe = LastLayerProbe(network)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         super().on_before_backward(trainer, pl_module, loss)
@@ -355,7 +345,7 @@ class LaplaceCallback(PosteriorCallback):
         if not elsewhere:
             held = self._find_posterior() if only_missing else None
             if held is None or not is_of_weights(held):
-                self.fit_now(trainer, module, self._data.loader(trainer, module))
+                self.fit_now(trainer, module, self._loader(trainer, module))
                 self.store(trainer, checkpoints)
             else:
                 self._put_into(trainer, checkpoints)
@@ -377,7 +367,10 @@ class LaplaceCallback(PosteriorCallback):
 
     def _fitted_to(self, trainer: Trainer, module: LightningModule, path: str, of: str) -> LaplacePosterior:
         """Fit while the module has the weights of the checkpoint at `path`."""
-        return self._fitted(trainer, module, self._data.loader(trainer, module), of)
+        return self._fitted(trainer, module, self._loader(trainer, module), of)
+
+    def _loader(self, trainer: Trainer, module: LightningModule) -> Any:
+        return self._data.loader(trainer.train_dataloader, datamodule_of(trainer), module)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,13 @@ after `B` epochs of burn-in, one exact pass gives the curvature at the current w
 is climbed in log δ and log σ by Adam, or by MacKay's fixed point. The posterior belongs to the weights and priors with
 the largest evidence.
 
-Before training, the callback checks that it can work beside the Trainer's other callbacks, that monitors see its
-numbers, and that training is long enough to learn a prior.
+The loss of the module does not contain the prior. If the loss is `c` times the mean negative log-likelihood of `N`
+examples, the gradient of `½ Σ_l δ_l ‖θ_l‖²` at the same scale gives
+
+    ∂loss/∂θ_l + c · δ_l θ_l / N.
+
+`c` is 1 for a mean negative log-likelihood, and `2σ²/C` for the mean squared error of `C` outputs. Such a loss does not
+change when `σ` is tuned: at another `σ`, it is `c · (σ/σ₀)²` times the negative log-likelihood.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ from lightning_bayes.options.tuning import Learning, learning_option
 from lightning_bayes.posterior import LaplacePosterior, PosteriorError, Subnetwork
 from lightning_bayes.posterior.moments import default_loss_scale
 from lightning_bayes.posterior.prior import PriorError, as_precision
-from lightning_bayes.trainer.checkpoints import callback_state
+from lightning_bayes.trainer.checkpoints import callback_state, copied_tensors, restore_tensors
 from lightning_bayes.trainer.data import count_examples
 from lightning_bayes.trainer.dry_run import SAME_SCALE, LossFit, split_training_batch
 from lightning_bayes.trainer.posterior_callback import CallbackPrior, PosteriorCallback
@@ -75,6 +80,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         use: network, predictive, calibrate, ood, plots, save, predict_step, seed and progress; see `PosteriorCallback`.
     """
 
+    why_one = "a network has one prior"
     priority = 1  # after an average of the weights, and before posteriors of the final weights
     keeps_points: ClassVar[bool] = False
     fits_shards: ClassVar[bool] = False  # the prior acts on the gradients of weights that every process holds
@@ -150,7 +156,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             self._hyperparameters = own
 
     def _catch_up(self, trainer: Trainer, module: LightningModule) -> None:
-        """Do the refit that a checkpoint of an epoch's last batch was written before."""
+        """Run the refit of an epoch whose last checkpoint was written before it."""
         if self._resumed:
             self._learn(trainer, module, trainer.current_epoch)
 
@@ -166,7 +172,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
 
     def _refit(self, trainer: Trainer, module: LightningModule, tune: bool) -> None:
         """Make a pass over the data and, if `tune`, climb its evidence."""
-        posterior = self._pass(trainer, module, self._data.loader(trainer, module))
+        posterior = self._pass(trainer, module, self._loader(trainer, module))
         self._gradient.compare_n_data(trainer, posterior.n_data)
         self._forget_other_best(posterior.subset.names)
         if not math.isfinite(posterior.log_marginal_likelihood()):
@@ -185,10 +191,11 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         is_best = tune and self.learning.keep == "best" and math.isfinite(evidence)
         is_best = is_best and (self._best is None or evidence > self._best.log_evidence)
         if trainer.strategy.broadcast(is_best):
-            self._best = BestEvidence.of(module, evidence, self._hyperparameters, posterior.subset.names)
+            weights = {name: t.cpu() for name, t in copied_tensors(module).items()}
+            self._best = BestEvidence(evidence, self._hyperparameters, posterior.subset.names, weights)
 
     def _forget_other_best(self, parameters: tuple[str, ...]) -> None:
-        """The evidence of another subset, before layers were thawed, belongs to another model."""
+        """The evidence of another subset, as before layers were unfrozen, belongs to another model."""
         if self._best is not None and self._best.parameters != parameters:
             self._best = None
             rank_zero_info(f"{self.name}: other weights train now, so the search for the best evidence starts again")
@@ -225,7 +232,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             self._forget()  # a checkpoint is loaded after this
 
     def _check_module(self, module: LightningModule) -> None:
-        PosteriorCallback._check_module(self, module)  # its log σ would get a prior, too
+        PosteriorCallback._check_module(self, module)  # the log σ would get a prior
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
@@ -273,7 +280,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         if self._gradient.subset is not None:
             self._forget_other_best(self._gradient.subset.names)
         if self._best is not None and self.learning.keep == "best":
-            self._best.restore(module)
+            restore_tensors(module, self._best.weights)
             self._hyperparameters = self._best.hyperparameters
         if not only_missing and not self._refitted:
             rank_zero_warn(
@@ -308,7 +315,7 @@ def _noise_of(posterior: LaplacePosterior) -> float:
     return 1.0 if σ is None else float(torch.as_tensor(σ).reshape(-1)[0])
 
 
-_OF_LAST_WEIGHTS = {  # what these callbacks do with the weights that training ends with
+_OF_LAST_WEIGHTS = {  # what these callbacks do with the final weights
     "WeightAveraging": "averaged",
     "StochasticWeightAveraging": "averaged",
     "SWAGCallback": "averaged",
@@ -319,11 +326,8 @@ _LOGGED = ("log_evidence", "linear_evidence", "effective_parameters", "prior_pre
 
 
 def check_companions(trainer: Trainer, keep: str) -> None:
-    """Raise for a second prior, and if `keep="best"` would replace the weights of another callback."""
-    callbacks = callbacks_of(trainer)
-    if sum(class_name(callback, {"MarginalLikelihoodCallback"}) is not None for callback in callbacks) > 1:
-        raise ValueError("a network has one prior: give the Trainer one MarginalLikelihoodCallback")
-    names = [name for callback in callbacks if (name := class_name(callback, set(_OF_LAST_WEIGHTS)))]
+    """Raise if `keep="best"` would replace the weights of another callback."""
+    names = [name for callback in callbacks_of(trainer) if (name := class_name(callback, set(_OF_LAST_WEIGHTS)))]
     if names and keep == "best":
         raise ValueError(
             f"keep='best' would replace the weights that {names[0]} has {_OF_LAST_WEIGHTS[names[0]]} when training "
@@ -366,53 +370,31 @@ def _monitors(callback: Any, name: str) -> bool:
 @dataclass(frozen=True)
 class Hyperparameters:
     prior_precision: dict[str, float] = field(default_factory=dict)  # δ_l, by the layer's name
-    noise: float = 1.0  # σ/σ₀, relative to the likelihood that was given
+    noise: float = 1.0  # σ/σ₀, relative to the given likelihood
 
 
 @dataclass(frozen=True)
 class BestEvidence:
-    """The largest evidence so far, with the hyperparameters and weights that it belongs to."""
+    """The largest evidence so far, with its hyperparameters and weights. Numbers and tensors only, for a checkpoint."""
 
     log_evidence: float
     hyperparameters: Hyperparameters
-    parameters: tuple[str, ...]  # that it is the evidence of; that of others is no larger or smaller
+    parameters: tuple[str, ...]  # evidences of different parameters cannot be compared
     weights: dict[str, Tensor]  # parameters and buffers of the module, copied to the CPU
 
-    @staticmethod
-    def of(
-        module: nn.Module, log_evidence: float, hyperparameters: Hyperparameters, parameters: tuple[str, ...]
-    ) -> BestEvidence:
-        weights = {name: t.detach().cpu().clone() for name, t in _tensors(module).items()}
-        return BestEvidence(log_evidence, hyperparameters, parameters, weights)
-
-    @torch.no_grad()
-    def restore(self, module: nn.Module) -> None:
-        """Put the weights back."""
-        for name, t in _tensors(module).items():
-            t.copy_(self.weights[name])
-
     def state(self) -> dict[str, Any]:
-        return {
-            "log_evidence": self.log_evidence,
-            "hyperparameters": asdict(self.hyperparameters),
-            "parameters": self.parameters,
-            "weights": self.weights,
-        }
+        return {**vars(self), "hyperparameters": asdict(self.hyperparameters)}
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> BestEvidence:
         return BestEvidence(**{**state, "hyperparameters": Hyperparameters(**state["hyperparameters"])})
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
 Parameters = Mapping[str, nn.Parameter]
 
 
 class PriorGradient:
-    """Adds the prior's part to the gradients of the chosen parameters, before each step of an optimizer."""
+    """Adds the gradient of the prior to those of the chosen parameters, before each optimizer step."""
 
     def __init__(
         self,
@@ -435,7 +417,7 @@ class PriorGradient:
         self.batches = 0  # whose gradients wait for the step
 
     def choose(self, trainer: Trainer, module: LightningModule, x: Any = None) -> Subset | None:
-        """The parameters that have a prior here, and nowhere else; None before lazy layers have any."""
+        """The parameters that get a prior; None before lazy layers have parameters."""
         network = self._network_in(module)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in network.parameters()):
             return None
@@ -447,7 +429,7 @@ class PriorGradient:
         return subset
 
     def begin_epoch(self) -> None:
-        self.subset = None  # a schedule may thaw layers
+        self.subset = None  # a schedule may unfreeze layers
 
     def begin_batch(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         if self.subset is None:
@@ -457,7 +439,7 @@ class PriorGradient:
             self.subset = self.choose(trainer, module, self._x)
 
     def add(self, trainer: Trainer, module: LightningModule, optimizer: Any, learned: Hyperparameters) -> None:
-        # Lightning divides a loss by the batches to accumulate, also where an epoch ends before they are complete.
+        # Lightning divides the loss by the number of accumulated batches, even if the epoch ends earlier.
         part = self.batches / trainer.accumulate_grad_batches if module.automatic_optimization else 1.0
         self.batches = 0
         if not part:  # no step has returned a loss
@@ -472,17 +454,17 @@ class PriorGradient:
         add_prior_gradient(optimizer, parameters, strengths, scale_before_step(trainer, optimizer), self._means)
 
     def compare_n_data(self, trainer: Trainer, n_data: int) -> None:
-        """With those of a pass, whose evidence knows of no others."""
+        """Warn if a pass, whose evidence learns the prior, has another number of examples."""
         if self.n_data and self.n_data != n_data and not self._said_n_data and not is_dev_run(trainer):
             self._said_n_data = True
             rank_zero_warn(
                 f"{self._name}: the evidence is that of {n_data} examples, but in training the prior counts as for "
-                f"{self.n_data}: make n_data= and data= agree, for priors are learned from the former"
+                f"{self.n_data}: make n_data= and data= agree"
             )
 
     def _priors(self, subset: Subset, learned: Hyperparameters) -> dict[str, float]:
-        """`δ` of each parameter; what is not learned yet is what was given."""
-        if self._of_layers.keys() != set(subset.layers):  # as numbers, which a step need not wait for
+        """`δ` of each parameter: the learned one, or before that the given one."""
+        if self._of_layers.keys() != set(subset.layers):  # numbers, because reading a tensor forces a device sync
             given = as_precision(self._given, subset, torch.empty((), dtype=torch.float64, device="cpu"))
             self._of_layers = dict(zip(subset.layers, given.expand(len(subset.layers)).tolist(), strict=True))
         δ = {**self._of_layers, **learned.prior_precision}
@@ -490,7 +472,7 @@ class PriorGradient:
 
 
 class LossScale:
-    """`c`, from the loss of the first batch: the same number on all processes, and after a restart."""
+    """`c`, measured on the first batch; the same on all processes and after a restart."""
 
     def __init__(self, name: str, likelihood: Likelihood, given: float | None) -> None:
         self._name, self._likelihood, self._given = name, likelihood, given
@@ -498,7 +480,7 @@ class LossScale:
         self.agreed: float | None = None  # by all of them
 
     def agree(self, n_targets: int, module: LightningModule) -> float:
-        """When all processes have seen a loss."""
+        """The mean over the processes that have measured it; collective in the first call."""
         if self.agreed is None:
             numbers = [self.measured or 0.0, float(self.measured is not None)]
             known = torch.tensor(numbers, dtype=torch.float64, device=float64_device(module.device))
@@ -512,22 +494,22 @@ class LossScale:
             if c is not None and not math.isclose(c, self._given, rel_tol=SAME_SCALE):
                 rank_zero_warn(
                     f"{self._name}: loss_scale={self._given:.4g} was given, but the loss of the first batch is {c:.4g} "
-                    "times the mean negative log-likelihood: the prior counts as if the former were right"
+                    "times the mean negative log-likelihood: the given value is used"
                 )
             return self._given
         if c is None:
             c = default_loss_scale(self._likelihood, n_targets)
-            say = rank_zero_info if automatic else rank_zero_warn  # nothing else will say that the loss is another one
-            say(
-                f"{self._name}: the loss could not be compared with the likelihood, and is taken for {c:.4g} times its "
-                "mean negative logarithm; loss_scale= says otherwise"
+            tell = rank_zero_info if automatic else rank_zero_warn  # in manual optimization no loss is compared
+            tell(
+                f"{self._name}: the loss could not be compared with the likelihood: it is assumed to be {c:.4g} times "
+                "its mean negative logarithm; set loss_scale= if it is not"
             )
         usual = {scale / over for scale in self._likelihood.loss_scales for over in (1, n_targets)}
         return next((scale for scale in usual if math.isclose(c, scale, rel_tol=SAME_SCALE)), c)
 
 
 def check_optimizers(optimizers: Iterable[Any], parameters: Parameters, name: str) -> None:
-    """Refuse an optimizer that has a prior of its own, or that a gradient alone leads astray."""
+    """Raise for an optimizer with weight decay, which is a second prior, or one that compares losses."""
     names = {p: label for label, p in parameters.items()}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
@@ -541,8 +523,8 @@ def check_optimizers(optimizers: Iterable[Any], parameters: Parameters, name: st
                 )
             if group.get("line_search_fn") is not None:
                 raise ValueError(
-                    f"{kind} with line_search_fn={group['line_search_fn']!r} compares losses, in which the prior of "
-                    f"{name} is not: leave line_search_fn out, or use another optimizer"
+                    f"{kind} with line_search_fn={group['line_search_fn']!r} compares losses, which do not contain the "
+                    f"prior of {name}: leave line_search_fn out, or use another optimizer"
                 )
 
 
@@ -554,11 +536,10 @@ def add_prior_gradient(
     scale: float = 1.0,
     means: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Add `strength · (θ − m)` to the gradients that the optimizer is about to use, which are `scale` times what they
-    stand for.
+    """Add `strength · (θ − m)` to the gradients that the optimizer is about to use, which are multiplied by `scale`.
 
-    A parameter without a gradient is left alone, as by torch's own weight decay. For `SGD` no strength is above `1/lr`,
-    with which gradient descent takes weights to `m` in one step: more would throw them beyond it.
+    A parameter without a gradient is skipped, as in torch's weight decay. For `SGD` the strength is at most `1/lr`, at
+    which one step of gradient descent takes the weights to `m`: a larger one would overshoot.
     """
     names = {p: name for name, p in parameters.items()}
     for group in optimizer.param_groups:

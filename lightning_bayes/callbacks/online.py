@@ -6,13 +6,21 @@ optimizer step (eq. (65)),
 
     C ← (1 − α) C + (N/b) Σ_batch diag(JᵀΛJ),     H = scale · C + δ,
 
-with the batch of all processes, `b` examples of `N`; see `MemoryRule`. The prior `δ` stays outside of the
-recursion, in which the paper's `H₀` decays. The steady state of this leaky sum is about `1/α` times the dataset's
-curvature; `Memory(average=True)` multiplies the new term by `α`, and the steady state is the curvature itself.
+with the batch of all processes, `b` examples of `N`. The prior `δ` is not part of the recursion, in which the paper's
+`H₀` decays. The steady state of this leaky sum is about `1/α` times the dataset's curvature; `Memory(average=True)`
+multiplies the new term by `α`, and the steady state is the curvature itself.
+
+One sample is copied into the parameters and stays until the backward pass is over, because a backward pass reads
+weights, too. Several samples run through functional calls, and the mean gets the average of their gradients; the
+statistics of batch norms are updated once, by the first sample.
+
+A batch counts if its gradient does: its curvature is measured in its training step, kept after its backward pass, and
+added after the optimizer's step. Batches of an unfinished accumulation are not part of the state, because Lightning's
+checkpoints store no gradients.
 
 A checkpoint stores `C`, the number of samples drawn, which determines the noise of the next one, and the posterior of
 its weights. A resumed run equals an uninterrupted one if the data come in the same order, except in the middle of an
-accumulation: Lightning's checkpoints store no gradients.
+accumulation.
 """
 
 from __future__ import annotations
@@ -46,8 +54,7 @@ from lightning_bayes.trainer.data import count_examples, is_countable, single
 from lightning_bayes.trainer.held_out_choice import choose_on_validation
 from lightning_bayes.trainer.module import ReplacedMethod, refuse_sharded, split_batch
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
-from lightning_bayes.trainer.private import callbacks_of, forward_context
-from lightning_bayes.trainer.report import bars_of, describe, report
+from lightning_bayes.trainer.report import describe, fit_context, report
 
 
 class OnlineLaplaceCallback(PosteriorCallback):
@@ -65,8 +72,8 @@ class OnlineLaplaceCallback(PosteriorCallback):
 
         train_samples: networks to draw for each batch; their losses are averaged.
         same_sample: let all processes draw the same network; by default each draws its own.
-        max_std: an upper limit for the standard deviation of a drawn weight, for the first steps of a training that the
-            prior alone would throw too far.
+        max_std: an upper limit for the standard deviation of a drawn weight, because in the first steps the prior alone
+            may be too wide.
         n_data: examples in the training data; None counts them.
 
         predictive: "bnn", "glm" or "map", or an option such as `BNN(samples=30)`.
@@ -75,6 +82,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
     """
 
     trains_at_its_weights = False
+    why_one = "a network trains at samples of one posterior"
 
     def __init__(
         self,
@@ -135,8 +143,6 @@ class OnlineLaplaceCallback(PosteriorCallback):
                 f"{type(pl_module).__name__} optimizes manually, so its weights may be a sample at any time: "
                 "OnlineLaplaceCallback needs automatic optimization"
             )
-        if sum(isinstance(callback, OnlineLaplaceCallback) for callback in callbacks_of(trainer)) > 1:
-            raise ValueError("a network trains at samples of one posterior: give the Trainer one OnlineLaplaceCallback")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -200,7 +206,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self._remove()
         if self._memory is not None:  # there has been a batch
             posterior = self.fit_now(trainer, pl_module)
-            with preserved_rng(pl_module.device), forward_context(trainer), bars_of(trainer):
+            with fit_context(trainer, pl_module):
                 self._posterior, _ = choose_on_validation(trainer, pl_module, posterior, self.use)
             self.store(trainer)
         self._trainer = None
@@ -217,7 +223,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
             self._step.put_back()
 
     def _end_step(self) -> None:
-        """End the step. The first caller after it does so: a checkpoint may ask before this callback's hook runs."""
+        """Called by the first that needs it after a step: a checkpoint may be written before this callback's hook."""
         if self._memory is not None and self._trainer is not None:
             self._memory.end_step(self._trainer.global_step, Processes.current())
 
@@ -229,12 +235,11 @@ class OnlineLaplaceCallback(PosteriorCallback):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _put_into(self, trainer: Trainer, checkpoints: list[CheckpointInfo]) -> None:
-        # During training every checkpoint with a state stores the posterior of its weights.
+        # Checkpoints that were written in training store the posterior of their weights, without calibrations.
         super()._put_into(trainer, [checkpoint for checkpoint in checkpoints if not checkpoint.has_posterior])
-        if self.posterior.calibrations:
-            for checkpoint in checkpoints:
-                if checkpoint.has_posterior and checkpoint.in_memory:
-                    put_calibrations(trainer, checkpoint.path, self.state_key, self.posterior)
+        for checkpoint in checkpoints if self.posterior.calibrations else ():
+            if checkpoint.has_posterior and checkpoint.in_memory:
+                put_calibrations(trainer, checkpoint.path, self.state_key, self.posterior)
 
     def state_dict(self) -> dict[str, Any]:
         if self._memory is None:
@@ -254,15 +259,15 @@ Moves = dict[str, Tensor]  # by the parameter's name in the module
 
 
 class SampledStep(ReplacedMethod):
-    """Instead of `module.training_step`, from `start` to `remove`.
+    """Replaces `module.training_step` between `start` and `remove`.
 
-    An optimizer may evaluate a batch several times before it moves. It is then the same function of the mean each time:
-    a batch's samples have the same noise, and its curvature is measured in the first evaluation only.
+    An optimizer such as LBFGS evaluates a batch several times per step. Each evaluation must be the same function of
+    the mean, so the samples of a batch have the same noise, and its curvature is measured once.
 
     Args:
         begin: makes the sampled network with the first batch, while the weights are the mean.
-        at: where the curvature of a batch is measured, at the "mean" or at each "sample".
-        samples: drawn for one batch.
+        at: where to measure the curvature of a batch: at the "mean" or at each "sample".
+        samples: number of samples for one batch.
     """
 
     def __init__(self, module: LightningModule, begin: Callable[[Any], SampledNetwork], at: str, samples: int) -> None:
@@ -287,7 +292,7 @@ class SampledStep(ReplacedMethod):
         self._new = True
 
     def put_back(self) -> None:
-        """The mean, if the weights are a sample."""
+        """Restore the mean if the weights are a sample."""
         self._at_sample.close()
 
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -322,7 +327,7 @@ class SampledStep(ReplacedMethod):
     def _at_several(self, drawn: list[Moves], batch: Any, *args: Any, **kwargs: Any) -> Any:
         step = _Step(self._module, self.original)
         losses, returned = [], None
-        # A checkpointed layer runs again after the functional call has ended, at other weights.
+        # A checkpointed layer would run again after the functional call, at other weights.
         recomputed = RuntimeError(
             "activation checkpointing recomputes a layer in the backward pass, when the weights of a functional call "
             "are gone: use train_samples=1"
@@ -341,7 +346,7 @@ class SampledStep(ReplacedMethod):
 
 
 class _Step(nn.Module):
-    """The user's step as a module's `forward`, which is what a functional call can run."""
+    """The user's step as the `forward` of a module, for a functional call."""
 
     def __init__(self, module: LightningModule, step: Callable[..., Any]) -> None:
         super().__init__()
@@ -352,7 +357,10 @@ class _Step(nn.Module):
 
 
 class SampledNetwork:
-    """`module`'s network, whose diagonal of a batch goes into a memory; its draws belong to `seed` and `rank`."""
+    """Measures the curvature of batches and draws samples of the network's weights, which depend on `seed` and `rank`.
+
+    It is made from the first batch, on which the network is traced, so that errors come before the weights change.
+    """
 
     def __init__(
         self, module: LightningModule, diagonal: BatchDiagonal, memory: CurvatureMemory, seed: int, rank: int
@@ -360,11 +368,11 @@ class SampledNetwork:
         names, subset = memory.subset.names, diagonal.subset
         if names != subset.names:
             raise CurvatureError(
-                f"the checkpoint holds the curvature of {', '.join(names)}, but now these are to "
-                f"be sampled: {', '.join(subset.names)}; resume with the subset= (and frozen layers) it began with"
+                f"the checkpoint holds the curvature of {', '.join(names)}, but the weights to sample are "
+                f"{', '.join(subset.names)}: resume with the subset= (and frozen layers) of the first run"
             )
         self.diagonal, self.memory, self._module, self._seed, self._rank = diagonal, memory, module, seed, rank
-        memory.look = diagonal.raise_pending
+        memory.raise_pending = diagonal.raise_pending
         names_in_module = {id(p): name for name, p in module.named_parameters()}
         self._names = [names_in_module[id(p)] for p in subset.parameters(diagonal.network).values()]
 
@@ -373,7 +381,7 @@ class SampledNetwork:
         self.memory.measure(self.diagonal(x, y), inputs.batch_size(x))
 
     def draw(self, number: int) -> Moves:
-        """From the mean to the batch's sample of this number."""
+        """The move from the mean to one sample of the batch."""
         shapes = self.memory.subset.shapes
         move = self.memory.draw(self.memory.draws - number, self._seed, self._rank)
         parts = move.split([shape.numel() for shape in shapes])
@@ -383,7 +391,7 @@ class SampledNetwork:
 def trace(
     network: nn.Module, x: Any, subset: str | list[str], likelihood: Likelihood, hessian: str, threshold: float
 ) -> BatchDiagonal:
-    """How the diagonal of a batch is computed; also for a mode that is given, an error where it cannot be."""
+    """Choose how to compute the diagonal of a batch; raise an error if the network does not support it."""
     chosen = choose_subset(network, x, subset)
     mode = hessian
     if hessian != "exact":
@@ -393,18 +401,18 @@ def trace(
 
 
 def split(module: LightningModule, network: nn.Module, batch: Any) -> tuple[Any, Any]:
-    with preserved_rng(module.device), torch.no_grad():  # the user's own may draw, as a denoising autoencoder's does
+    with preserved_rng(module.device), torch.no_grad():  # `split_batch` may add noise, as for a denoising autoencoder
         x, y = split_batch(module, batch)
     return inputs.contained(network, x, y), y
 
 
-EVERY = 64  # steps between two looks at whether all was finite
-PIECE = 2**18  # weights that are worked on at a time, so that what is computed on the way stays in a CPU's cache
+EVERY = 64  # steps between two checks that all curvatures are finite
+PIECE = 2**18  # weights processed at a time, so that intermediate results stay in the CPU's cache
 
 
 @dataclass(frozen=True)
 class MemoryRule:
-    """Pure functions of the curvature `C`."""
+    """Eqs. (64) and (65) as pure functions of the curvature `C`."""
 
     memory_factor: float = 1e-4  # α
     prior_precision: float = 1.0  # δ
@@ -439,65 +447,65 @@ class CurvatureMemory:
     n_data: int  # N
     rule: MemoryRule
     global_step: int
-    look: Callable[[], None] = lambda: None  # raises what was wrong with outputs or targets
-    draws: int = 0  # samples so far; each has its number, and so the same noise after a restart
-    _measured: Tensor | None = None  # Σ diag(JᵀΛJ) of this batch, whose gradient may not count
+    raise_pending: Callable[[], None] = lambda: None  # raises errors of outputs or targets that wait on the device
+    draws: int = 0  # samples so far; their number determines the noise, also after a restart
+    _measured: Tensor | None = None  # Σ diag(JᵀΛJ) of this batch, which may still be skipped
     _examples_measured: int = 0
-    _waiting: Tensor | None = None  # since the last step
+    _waiting: Tensor | None = None  # the sum since the last step
     _examples: int = 0
-    _steps: int = 0  # of this process
-    _is_finite: Tensor | None = None  # whether all that was added was
+    _steps: int = 0  # in this process
+    _is_finite: Tensor | None = None
 
     def measure(self, diagonal: Tensor, examples: int) -> None:
-        """A batch of this process; at several samples, several times."""
+        """Add the diagonal of a batch of this process; once for each sample at which it is measured."""
         diagonal = diagonal.to(self.C)
         self._measured = diagonal if self._measured is None else self._measured + diagonal
         self._examples_measured += examples
 
     def forget(self) -> None:
-        """What was measured last and not kept."""
+        """Drop a measurement that was not kept, as of a skipped batch."""
         self._measured, self._examples_measured = None, 0
 
     def keep(self) -> None:
-        """The gradient of what was measured goes into the next step; several batches may be accumulated for one."""
+        """Count the measurement for the next step, as its gradient does; several batches may be accumulated."""
         if self._measured is None:
             return
-        is_finite = self._measured.amax().isfinite()  # the largest of what holds a NaN is one; none is below zero
+        is_finite = self._measured.amax().isfinite()  # NaN propagates, and no entry is negative
         self._is_finite = is_finite if self._is_finite is None else self._is_finite & is_finite
-        if self._steps % EVERY == 0:  # before the optimizer moves
+        if self._steps % EVERY == 0:  # before the optimizer's step
             self.check()
         self._waiting = self._measured if self._waiting is None else self._waiting + self._measured
         self._examples += self._examples_measured
         self.forget()
 
     def end_step(self, global_step: int, processes: Processes) -> None:
-        """If the optimizer has moved: leak once, and add what has come since it moved last."""
+        """If the optimizer has made a step, leak once and add the batches since its last step."""
         if global_step == self.global_step:
             return
         self.global_step = global_step
-        if self._waiting is None:  # all batches were skipped, and nothing has moved
+        if self._waiting is None:  # all batches were skipped
             return
         dtype = torch.promote_types(self.C.dtype, torch.float32)
         b = torch.tensor(float(self._examples), dtype=dtype, device=self.C.device)
         processes.sum_([self._waiting, b])
-        # Into the memory of what was waiting: whoever holds the old C keeps it as it was.
+        # In the memory of the sum, so that references to the old C stay valid.
         updated = self.rule.update(self.C, self._waiting, self.n_data, b, out=self._waiting)
         self.C = torch.where(updated.amax().isfinite(), updated, self.C, out=updated)
         self._waiting, self._examples = None, 0
         self._steps += 1
 
     def check(self) -> None:
-        """Refuse to go on if the curvature of a batch was not finite. `C` is without it; to look after each step would
-        make the host wait for the device. The same of its outputs and targets."""
+        """Raise if the curvature of a batch was not finite, or for wrong outputs or targets. `C` does not contain such
+        a batch. Reading a value forces a device sync, so this does not run at each step."""
         if self._is_finite is not None and not self._is_finite:
             raise CurvatureError(
-                "the curvature of a batch is not finite, and would stay so in memory: look for inputs or weights that "
-                "are not, or give max_std= for samples that go too far"
+                "the curvature of a batch is not finite: check that inputs and weights are finite, or limit the "
+                "samples with max_std="
             )
-        self.look()
+        self.raise_pending()
 
     def draw(self, number: int, seed: int, rank: int) -> Tensor:
-        """The move to a sample whose noise belongs to the seed, the draw's number and the rank.  # [P]"""
+        """The move to the sample with this number.  # [P]"""
         noise = numbered_noise(self.C, seed, number, rank)
         size = PIECE if noise.device.type == "cpu" else noise.numel()
         for C, part in zip(self.C.split(size), noise.split(size), strict=True):
@@ -505,7 +513,7 @@ class CurvatureMemory:
         return noise
 
     def posterior(self, network: nn.Module, likelihood: Likelihood) -> LaplacePosterior:
-        """Around the network's present weights."""
+        """The posterior around the network's current weights."""
         self.check()
         scale = self.rule.memory.scale
         curvature = Curvature(
@@ -527,8 +535,8 @@ class CurvatureMemory:
 
 
 def numbered_noise(like: Tensor, seed: int, number: int, rank: int) -> Tensor:
-    """Standard normal numbers, the same for the same numbers on any run.  # [P]"""
-    # Torch's generator on the CPU looks at 32 bits of its seed, in which all numbers must have a part.
+    """Standard normal numbers that depend on `seed`, `number` and `rank` alone.  # [P]"""
+    # Torch's CPU generator uses 32 bits of its seed, so they must depend on all three.
     digest = hashlib.blake2b(repr((seed, number, rank)).encode(), digest_size=4).digest()
     generator = generator_on(like.device).manual_seed(int.from_bytes(digest, "big"))
     return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=generator.device).to(like.device)
@@ -540,6 +548,6 @@ def stored_subset(network: nn.Module, state: dict[str, Any]) -> Subset:
     if subset.size != state["C"].numel():
         raise CurvatureError(
             f"the checkpoint holds the curvature of {state['C'].numel()} weights, but {', '.join(state['names'])} have "
-            f"{subset.size}: it is of another network"
+            f"{subset.size}: it belongs to another network"
         )
     return subset

@@ -8,8 +8,8 @@
 
 Other settings need the whole network on every process and raise an error before training.
 
-A sharded network runs on all processes or on none. All of them therefore read their data in lockstep, and a process
-that has reached the end of its share steps on a spare batch until all have finished.
+A sharded network runs on all processes or on none. So all processes read their data in lockstep, and a process that has
+finished its share steps on a spare batch until all have finished.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def fit_diagonal(
 
 
 def check_sharded_data(loader: Any) -> None:
+    """Raise for data without a length."""
     if not is_countable(loader):
         raise DataError(
             f"under {_SHARDED} all processes read the data in lockstep, but these have no length: use a dataset with a "
@@ -129,7 +130,7 @@ def in_lockstep(data: ExactPass, processes: Processes, device: torch.device) -> 
 
 
 class LockstepLoader:
-    """The batches of this process's share as features of a last layer. All processes take the same number of steps."""
+    """This process's batches as features of a last layer. All processes take the same number of steps."""
 
     def __init__(self, network: GatheredLayer, data: ExactPass, spare: Any, processes: Processes) -> None:
         self._network, self._data, self._spare, self._processes = network, data, spare, processes
@@ -149,7 +150,7 @@ class LockstepLoader:
 
 
 class LastLayerProbe:
-    """Finds out in the first training step whether the last layer of a sharded network can be gathered."""
+    """Checks in the first training step whether the last layer of a sharded network can be gathered."""
 
     def __init__(self, network: nn.Module) -> None:
         self._stack, self._read_as = ExitStack(), output_of(network)
@@ -172,8 +173,8 @@ class LastLayerProbe:
             self._problem = problem
 
     def end(self) -> None:
-        """Raise, before the optimizer's step, if the layer cannot be gathered. A step that does not call the network
-        finds out nothing."""
+        """Raise, before the optimizer's step, if the layer cannot be gathered. Nothing is checked if the step has not
+        called the network."""
         self.stop()
         if self._problem is not None:
             raise self._problem

@@ -4,7 +4,7 @@
 
 of the weights `θ_s` at the ends of the last epochs; see `lightning_bayes.posterior.moments`. The method expects
 a learning rate that stays constant and rather large over these epochs, which is the user's to set. When training ends,
-the module gets the averaged weights, and batch norms their statistics in a pass over the training data.
+the module gets the averaged weights, and the statistics of batch norms are computed in a pass over the training data.
 """
 
 from __future__ import annotations
@@ -14,34 +14,27 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_bayes.arguments import count, format_value, is_number
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes
-from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.loaders import ProgressLoader
 from lightning_bayes.options.predictive import PredictiveOption
 from lightning_bayes.posterior import GaussianPosterior
-from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.moments import WeightMoments, update_statistics, with_statistics
-from lightning_bayes.trainer.checkpoints import CheckpointInfo, is_of_weights, put_posterior, share
+from lightning_bayes.trainer.checkpoints import CheckpointInfo, copied_tensors, put_posterior, restore_tensors, share
 from lightning_bayes.trainer.data import Epoch, FitLoader, as_list, count_examples, is_countable
 from lightning_bayes.trainer.dry_run import LossFit
 from lightning_bayes.trainer.held_out_choice import choose_on_validation
 from lightning_bayes.trainer.module import refuse_sharded
-from lightning_bayes.trainer.posterior_callback import PosteriorCallback, posterior_callbacks
-from lightning_bayes.trainer.private import callbacks_of, class_name, forward_context, is_dev_run
-from lightning_bayes.trainer.report import bars_of, report, shows_bars
+from lightning_bayes.trainer.posterior_callback import PosteriorCallback
+from lightning_bayes.trainer.private import callbacks_of, class_name, datamodule_of, is_dev_run
+from lightning_bayes.trainer.report import fit_context, report
 
 FEWEST = 2  # snapshots that have a variance
-_AVERAGE_ONLY = (
-    "SWAG's posterior is that of the averaged weights, which the module has when training ends: test those, or the "
-    "last checkpoint"
-)
 
 
 class SWAGCallback(PosteriorCallback):
@@ -55,9 +48,9 @@ class SWAGCallback(PosteriorCallback):
 
         start: when to start averaging: an epoch, counted from 0, or a fraction of the training.
         every_n_epochs: add the weights at the end of every n-th epoch.
-        every_n_steps: if given, add them after every n-th step of the optimizer instead.
-        data: what the pass for batch norms goes over instead of the training data: a DataLoader, the name of a method
-            or attribute of the data module or module, or `FitData(loader, max_batches)`.
+        every_n_steps: if given, add the weights after every n-th step of the optimizer instead.
+        data: the data of the pass for batch norms, if not the training data: a DataLoader, the name of a method or
+            attribute of the data module or module, or `FitData(loader, max_batches)`.
 
         predictive: "bnn", "glm" or "map", or an option such as `BNN(samples=30)`.
         name: suffix of the logged numbers, and key among several callbacks.
@@ -65,6 +58,11 @@ class SWAGCallback(PosteriorCallback):
     """
 
     priority = 0  # other callbacks fit the averaged weights
+    why_one = "training ends with the weights of one average"
+    only_weights = (
+        "SWAG's posterior is that of the averaged weights, which the module has when training ends: test those, or the "
+        "last checkpoint"
+    )
 
     def __init__(
         self,
@@ -99,10 +97,10 @@ class SWAGCallback(PosteriorCallback):
         if not self._moments.snapshots:
             raise RuntimeError(self._missing())
         network, moments = self.network_in(module), self._moments
-        trained = {name: t.detach().clone() for name, t in _tensors(network).items()}
+        trained = copied_tensors(network)
         try:
             moments.put_mean(network)
-            with preserved_rng(module.device), forward_context(trainer), bars_of(trainer):
+            with fit_context(trainer, module):
                 with Processes.current().raising_together():
                     if with_statistics(network):
                         update_statistics(network, self._batches(trainer, module))
@@ -110,7 +108,7 @@ class SWAGCallback(PosteriorCallback):
                 posterior: Any = moments.posterior(network, self.likelihood, _count_data(trainer))
                 posterior, _ = choose_on_validation(trainer, module, posterior, self.use)
         except BaseException:
-            _restore(network, trained)
+            restore_tensors(network, trained)
             raise
         self._posterior, self._trained = posterior, self._trained or trained
         return posterior
@@ -118,40 +116,37 @@ class SWAGCallback(PosteriorCallback):
     def _batches(self, trainer: Trainer, module: LightningModule) -> Iterator[Any]:
         """All data on every process, which then has the statistics that a single process would have."""
         self._data.check_training_data(trainer)
-        batches = self._data.exact_pass(trainer, module, self._data.loader(trainer, module), alone=True)
-        shown = self.progress and shows_bars(trainer)
+        loader = self._data.loader(trainer.train_dataloader, datamodule_of(trainer), module)
+        batches = self._data.exact_pass(trainer, module, loader, alone=True)
+        shown = self._shows_progress(trainer)
         return (x for x, _ in ProgressLoader(batches, "SWAG: batch norm statistics", shown))
 
     def _missing(self) -> str:
-        return f"{self.name}: {self._too_few}" if self._too_few else f"{super()._missing()}; {_AVERAGE_ONLY}"
+        return f"{self.name}: {self._too_few}" if self._too_few else super()._missing()
 
     # -- before training ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         refuse_sharded(trainer, "SWAGCallback")
-        if sum(isinstance(callback, SWAGCallback) for callback in posterior_callbacks(trainer)) > 1:
-            raise ValueError("training ends with the weights of one average: give the Trainer one SWAGCallback")
         self._resumed, self._data.epoch = False, Epoch()  # a checkpoint is loaded after this
         if stage == "fit":
             self._moments, self._step, self._trained, self._too_few = WeightMoments(), 0, None, ""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        averaging = [name for callback in callbacks_of(trainer) if (name := class_name(callback, {"WeightAveraging"}))]
-        if averaging:
+        if any(class_name(callback, {"WeightAveraging"}) for callback in callbacks_of(trainer)):
             raise ValueError(
-                f"training ends with the weights of one average, but {averaging[0]} has its own: give the Trainer one "
-                "of it and SWAGCallback"
+                f"{self.why_one}, but WeightAveraging has its own: give the Trainer one of it and SWAGCallback"
             )
-        self._data.check_name(trainer, pl_module)
+        self._data.owner(datamodule_of(trainer), pl_module)  # raises for an unknown name
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if not self._resumed:
             self._moments, self._step = WeightMoments(), trainer.global_step
         elif self._trained is not None:
-            _restore(self.network_in(pl_module), self._trained)
+            restore_tensors(self.network_in(pl_module), self._trained)
         self._resumed, self._trained = False, None
         if not is_dev_run(trainer):
             self._check_length(trainer)
@@ -160,21 +155,21 @@ class SWAGCallback(PosteriorCallback):
         epochs = trainer.max_epochs or 0
         if not isinstance(self.start, int) and epochs <= 0 and trainer.max_steps <= 0:
             raise ValueError(
-                f"start={self.start} is a fraction of the training, but the Trainer does not know how long it is: give "
-                "start= as an epoch, or max_epochs="
+                f"start={self.start} is a fraction of the training, whose length the Trainer does not know: give "
+                "start= as an epoch, or set max_epochs="
             )
         steps = trainer.estimated_stepping_batches
         if self.every_n_steps is not None and steps // self.every_n_steps < FEWEST:
             raise ValueError(
-                f"every_n_steps={self.every_n_steps} is for longer trainings than this one of {steps} steps: a "
-                f"variance needs {FEWEST} snapshots"
+                f"every_n_steps={self.every_n_steps} is too large for a training of {steps} steps: a variance needs "
+                f"{FEWEST} snapshots"
             )
         if self.every_n_steps is None and epochs > 0 and trainer.max_steps <= 0:
             first = self.start if isinstance(self.start, int) else math.ceil(self.start * epochs)
             taken = sum((epoch + 1) % self.every_n_epochs == 0 for epoch in range(first, epochs))
             if taken + self._moments.snapshots < FEWEST:
                 raise ValueError(
-                    f"start={self.start} and every_n_epochs={self.every_n_epochs} take in {taken} of {epochs} epochs, "
+                    f"start={self.start} and every_n_epochs={self.every_n_epochs} use {taken} of {epochs} epochs, "
                     f"but a variance needs {FEWEST}: start earlier, or use every_n_steps="
                 )
 
@@ -244,24 +239,8 @@ class SWAGCallback(PosteriorCallback):
         self._step, self._trained, self._resumed = state_dict["step"], state_dict["trained"], True
         self._data.epoch = Epoch(**state_dict["epoch"])
 
-    def _load_sidecar(self, trainer: Trainer) -> None:
-        super()._load_sidecar(trainer)
-        posterior = self._find_posterior()
-        if trainer.ckpt_path and posterior is not None and not is_of_weights(posterior):
-            raise PosteriorError(f"the network's weights are not those the posterior was fitted to: {_AVERAGE_ONLY}")
-
 
 def _count_data(trainer: Trainer) -> int:
     """The number of training examples, or 0 if they cannot be counted; nothing depends on it."""
     loaders = as_list(getattr(trainer.train_dataloader, "flattened", trainer.train_dataloader))
     return count_examples(trainer) if len(loaders) == 1 and is_countable(loaders[0]) else 0
-
-
-def _tensors(network: nn.Module) -> dict[str, Tensor]:
-    return {**dict(network.named_parameters()), **dict(network.named_buffers())}
-
-
-@torch.no_grad()
-def _restore(network: nn.Module, values: dict[str, Tensor]) -> None:
-    for name, t in _tensors(network).items():
-        t.copy_(values[name])

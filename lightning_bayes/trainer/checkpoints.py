@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fsspec.core import url_to_fs
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_bayes.network import Processes
 from lightning_bayes.network.errors import first_line, is_out_of_memory
@@ -180,8 +180,7 @@ def is_unaveraged(module: LightningModule, checkpoint: dict[str, Any]) -> bool:
 def weights_of(trainer: Trainer, module: LightningModule, path: str) -> Iterator[None]:
     """Load the weights of a checkpoint into the module on all processes, and restore the module's weights at the end.
     Raise `CheckpointError` on all processes if the weights do not fit."""
-    tensors = [*module.parameters(), *module.buffers()]
-    saved = [t.detach().clone() for t in tensors]
+    saved = copied_tensors(module)
     try:
         try:
             with Processes.current().raising_together():
@@ -194,12 +193,26 @@ def weights_of(trainer: Trainer, module: LightningModule, path: str) -> Iterator
             raise CheckpointError(
                 f"the weights of {path} cannot be loaded, so it gets no posterior: {problem}"
             ) from error
-        share(tensors)  # other machines may not have the file
+        share([*module.parameters(), *module.buffers()])  # other machines may not have the file
         yield
     finally:
-        with torch.no_grad():
-            for t, value in zip(tensors, saved, strict=True):
-                t.copy_(value)
+        restore_tensors(module, saved)
+
+
+def copied_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters and buffers, also of those that are not in the `state_dict`."""
+    return {name: t.detach().clone() for name, t in _tensors(module)}
+
+
+@torch.no_grad()
+def restore_tensors(module: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, t in _tensors(module):
+        t.copy_(values[name])
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def _read_or_warn(trainer: Trainer, path: str) -> dict[str, Any] | None:

@@ -45,7 +45,6 @@ from lightning_bayes.trainer.private import (
     attached,
     class_name,
     convert_input,
-    datamodule_of,
     is_default_data_hook,
     is_dev_run,
     transfer_batch,
@@ -129,7 +128,7 @@ def exact_pass(
 
 
 def validation_pass(trainer: Trainer | None, module: LightningModule, loaders: Any = None) -> ExactPass:
-    """All of the first validation dataloader, on every process, so that all choose the same prior. `loaders` default to
+    """All of the first validation dataloader on every process, so that all choose the same prior. `loaders` default to
     the Trainer's."""
     loader = first_loader(trainer.val_dataloaders if loaders is None and trainer is not None else loaders)
     if loader is None:
@@ -159,7 +158,7 @@ def count_examples(trainer: Trainer, instead: str = "pass n_data=") -> int:
 
 
 def drawn_batches(trainer: Trainer, loader: Any = None) -> int | None:
-    """The number of leading batches that training ever sees; None for all, also if a limit applies to shuffled data.
+    """The number of leading batches that training draws from; None for all, also if a limit applies to shuffled data.
     `loader` defaults to the Trainer's."""
     loader = single(trainer.train_dataloader if loader is None else loader)
     # In a run of one batch, that batch would be all the data.
@@ -323,36 +322,15 @@ class _FirstBatches:
 # -- a data module outside of a Trainer's run --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Loaders:
-    """The loaders of `owner`: the copy of a data module that was set up, or the module."""
-
-    owner: Any
-    train: Any
-    validation: Any  # or None
-
-
-def owner_of(trainer: Trainer, module: LightningModule, name: str) -> Any:
-    """The Trainer's data module or the module, whichever has an attribute `name`."""
-    return owner_among([owner for owner in (datamodule_of(trainer), module) if owner is not None], name)
-
-
-def owner_among(owners: list[Any], name: str) -> Any:
-    for owner in owners:
-        if hasattr(owner, name):
-            return owner
-    kinds = " or ".join(type(owner).__name__ for owner in owners)
-    raise DataError(f"data={name!r} is no method or attribute of {kinds}, and no DataLoader")
-
-
 def is_datamodule(thing: Any) -> bool:
     """Whether it is a data module of `lightning` or `pytorch_lightning`; a module has the same hooks."""
     return hasattr(thing, "prepare_data") and hasattr(thing, "setup") and not isinstance(thing, (nn.Module, type))
 
 
 @contextmanager
-def loaders_of(owner: Any, module: LightningModule, trainer: Trainer | None) -> Iterator[Loaders]:
-    """The loaders of a data module, or of the module itself, while both are set up for a fit."""
+def loaders_of(owner: Any, module: LightningModule, trainer: Trainer | None) -> Iterator[tuple[Any, Any, Any]]:
+    """The loaders of a data module, or of the module itself, while both are set up for a fit: yields the copy that was
+    set up, its training loader, and its validation loaders or None."""
     if is_default_data_hook(owner, "train_dataloader"):
         raise DataError(
             f"{type(owner).__name__} has no train_dataloader, and a posterior needs the training data: give it one, or "
@@ -361,7 +339,9 @@ def loaders_of(owner: Any, module: LightningModule, trainer: Trainer | None) -> 
     processes = Processes.current()
     with ExitStack() as stack:
         stack.enter_context(preserved_rng(module.device))
-        copied = _copy(owner)
+        copied = copy.copy(owner)  # on which `setup` may set attributes
+        if isinstance(copied, nn.Module):  # the copy must not share the dicts of its layers
+            vars(copied).update({name: dict(vars(copied)[name]) for name in ("_modules", "_parameters", "_buffers")})
         for thing in (module, copied):
             stack.enter_context(attached(thing, trainer))
         if not _is_set_up(owner):
@@ -371,9 +351,12 @@ def loaders_of(owner: Any, module: LightningModule, trainer: Trainer | None) -> 
             stack.callback(copied.teardown, "fit")
             with processes.raising_together():
                 copied.setup("fit")
-        stack.enter_context(_transfer_hooks_of(copied, module))
+        for name in TRANSFER_HOOKS:
+            method = ReplacedMethod(module, name)
+            stack.callback(method.remove)
+            method.install(method.original if is_default_data_hook(copied, name) else getattr(copied, name))
         validation = None if is_default_data_hook(copied, "val_dataloader") else copied.val_dataloader()
-        yield Loaders(copied, copied.train_dataloader(), None if first_loader(validation) is None else validation)
+        yield copied, copied.train_dataloader(), None if first_loader(validation) is None else validation
 
 
 def _is_set_up(owner: Any) -> bool:
@@ -397,24 +380,6 @@ def _is_set_up(owner: Any) -> bool:
     return True
 
 
-def _copy(owner: Any) -> Any:
-    """A shallow copy, on which `setup` may set attributes. A module's copy must not share the dicts of its layers."""
-    copied = copy.copy(owner)
-    if isinstance(copied, nn.Module):
-        vars(copied).update({name: dict(vars(copied)[name]) for name in ("_modules", "_parameters", "_buffers")})
-    return copied
-
-
-@contextmanager
-def _transfer_hooks_of(owner: Any, module: LightningModule) -> Iterator[None]:
-    with ExitStack() as stack:
-        for name in TRANSFER_HOOKS:
-            method = ReplacedMethod(module, name)
-            stack.callback(method.remove)
-            method.install(method.original if is_default_data_hook(owner, name) else getattr(owner, name))
-        yield
-
-
 def data_processes(trainer: Trainer | None) -> Processes:
     """The processes that see different data. Tensor-parallel processes see the same data and count as one."""
     strategy: Any = None if trainer is None else trainer.strategy
@@ -428,8 +393,8 @@ def data_processes(trainer: Trainer | None) -> Processes:
 
 
 _OPEN = (
-    "the training data have no length, and training has not reached their end: the posterior uses {} batches, as many "
-    "as an epoch took; FitData(max_batches=…) sets another number"
+    "the training data have no length, and training has not reached their end: the posterior uses {} batches, the "
+    "number in an epoch; FitData(max_batches=…) sets another number"
 )
 _WHOLE = (
     "the fit takes all training data, although limit_train_batches={} ends an epoch earlier: limit it with "
@@ -458,7 +423,7 @@ class Epoch:
 
 
 class FitLoader:
-    """The data of a fit after training, as `data=` says: the training data, a loader, or the name of one."""
+    """The data of a fit after training, given by `data=`: the training data, a loader, or the name of one."""
 
     def __init__(self, data: Any) -> None:
         option = data_option(data)
@@ -467,33 +432,26 @@ class FitLoader:
             check_loader(self.source, "data", "batches")
         self.epoch, self._warned_random, self._reported_whole = Epoch(), False, False
 
-    def check_name(self, trainer: Trainer, module: LightningModule) -> None:
-        """Raise for a name that neither the data module nor the module has."""
-        if isinstance(self.source, str):
-            owner_of(trainer, module, self.source)
-
     def check_training_data(self, trainer: Trainer, check: Callable[[Any], None] = lambda loader: None) -> None:
-        """Raise for several training dataloaders, and run `check` on the one, if the fit uses the training data."""
+        """If the fit uses the training data: raise for several dataloaders, and run `check` on a single one."""
         if self.source is None:
             check(single(trainer.train_dataloader))
 
-    def loader(self, trainer: Trainer, module: LightningModule) -> Any:
-        if self.source is None:
-            return trainer.train_dataloader
-        owner = owner_of(trainer, module, self.source) if isinstance(self.source, str) else None
-        return self._from(owner)
-
-    def loader_of(self, owner: Any, module: LightningModule, train: Any) -> Any:
-        """Outside of a Trainer's run: the loader of a data module, whose training data are `train`."""
-        if self.source is None:
-            return train
-        return self._from(owner_among([owner, module], self.source) if isinstance(self.source, str) else None)
-
-    def _from(self, owner: Any) -> Any:
+    def loader(self, train: Any, *owners: Any) -> Any:
+        """The loader, given the training data and the data module and module that may have it."""
         if not isinstance(self.source, str):
-            return self.source
-        loader = getattr(owner, self.source)
+            return train if self.source is None else self.source
+        loader = getattr(self.owner(*owners), self.source)
         return loader() if callable(loader) else loader
+
+    def owner(self, *owners: Any) -> Any:
+        """The first of `owners` (None for none) that has an attribute with the given name; an error if none has it."""
+        existing = [owner for owner in owners if owner is not None]
+        for owner in existing:
+            if not isinstance(self.source, str) or hasattr(owner, self.source):
+                return owner
+        kinds = " or ".join(type(owner).__name__ for owner in existing)
+        raise DataError(f"data={self.source!r} is no method or attribute of {kinds}, and no DataLoader")
 
     def exact_pass(
         self, trainer: Trainer | None, module: LightningModule, loader: Any, alone: bool = False
@@ -507,8 +465,8 @@ class FitLoader:
                 rank_zero_warn(_OPEN.format(limit))
         processes = Processes() if alone else data_processes(trainer)
         data = exact_pass(loader, module, trainer, limit, processes, self._max_batches)
-        if trainer is not None and limit is None:
-            self._report_whole(trainer, loader)
+        if trainer is not None and limit is None and self.source is None and self._max_batches is None:
+            self._report_whole(trainer, single(loader))
         if not alone and not self._warned_random and data.is_random():
             self._warned_random = True
             rank_zero_warn(_RANDOM)
@@ -516,8 +474,8 @@ class FitLoader:
 
     def _report_whole(self, trainer: Trainer, loader: Any) -> None:
         """Say once that the fit takes more batches than an epoch of training."""
-        limit, loader = trainer.limit_train_batches, single(loader)
-        if self._reported_whole or self.source is not None or self._max_batches is not None or not is_sized(loader):
+        limit = trainer.limit_train_batches
+        if self._reported_whole or not is_sized(loader):
             return
         if (limit if isinstance(limit, int) else int(limit * len(loader))) < len(loader):
             self._reported_whole = True

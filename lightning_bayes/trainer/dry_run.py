@@ -1,9 +1,17 @@
 """The dry run: errors of a later fit, raised on the first batch and before the first step of an optimizer.
 
 The batch is split, the network runs on it, its outputs and targets are checked against the likelihood, and the callback
-tries its fit on two examples. Then the loss of the module's own step is compared with the likelihood. The dry run
-restores weights, gradients, buffers, modes and random numbers. It has no collective operations, so an error on one
-process cannot deadlock the others.
+tries its fit on two examples. The dry run restores weights, gradients, buffers, modes and random numbers. It has no
+collective operations, so an error on one process cannot deadlock the others.
+
+Then the loss of the module's own step is compared with the likelihood. A posterior depends on the loss only through
+the network's outputs `f`, so the gradients are compared. If the loss is `c` times the mean negative log-likelihood,
+plus any constants and weight penalties, then
+
+    ∂ loss / ∂fₙ = −(c/B) rₙ,    rₙ = ∂ log p(yₙ | fₙ) / ∂fₙ,
+
+at the outputs that the step has computed. If these were not recorded (in a compiled step, or if the step does not call
+the network as a module), the values of the loss are compared instead, with a larger tolerance.
 """
 
 from __future__ import annotations
@@ -50,7 +58,8 @@ _SPLIT = "give the module a method split_batch(self, batch) that returns (x, y)"
 
 
 class DryRun:
-    """The dry run of one callback, on the first batch of a `fit`."""
+    """The dry run of one callback on the first batch of a `fit`: `begin` before the step, `compare` before its backward
+    pass, and `stop` after it."""
 
     def __init__(self, callback: PosteriorCallback) -> None:
         self._callback = callback
@@ -136,7 +145,7 @@ def split_training_batch(trainer: Trainer, module: LightningModule, batch: Any, 
 
 
 def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tensor, list[nn.Module]]:
-    """The outputs as the fit will see them, and the modules that return them, the network first."""
+    """The outputs in eval mode, and the modules that return them, the network first."""
     name = f"the network {path!r}" if path else f"the network {network_name(network)}"
     reader = OutputReader(network, x)
     returned: list[tuple[nn.Module, weakref.ref[Tensor]]] = []  # weak, because activations need not be kept
@@ -168,13 +177,12 @@ def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tenso
             f"{name} must return one row per example, but {size} examples gave an output of shape {tuple(f.shape)}: "
             "name the submodule that does with network="
         )
-    modules = dict.fromkeys([unwrap_output(network), *(module for module, t in reversed(returned) if _is_same(t(), f))])
+    modules = {unwrap_output(network): None}
+    for module, reference in reversed(returned):
+        t = reference()
+        if t is not None and t.data_ptr() == f.data_ptr() and t.numel() == f.numel():  # up to the order of dimensions
+            modules[module] = None
     return f, [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-
-
-def _is_same(t: Tensor | None, f: Tensor) -> bool:
-    """Whether both are the same tensor, up to the order of its dimensions."""
-    return t is not None and t.data_ptr() == f.data_ptr() and t.numel() == f.numel()
 
 
 def _training_outputs(network: nn.Module, x: Any, rng: RandomState, trainer: Trainer) -> Any:

@@ -27,7 +27,7 @@ from lightning_bayes.options.callback import UseOptions
 from lightning_bayes.options.fit import Network, Prior, network_option
 from lightning_bayes.options.predictive import PredictiveOption, predictive_option
 from lightning_bayes.plots.figure import require_matplotlib
-from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.files import read, read_any
 from lightning_bayes.posterior.prior import GaussianPrior
 from lightning_bayes.predictive import Prediction
@@ -40,6 +40,7 @@ from lightning_bayes.trainer.checkpoints import (
     SpawnResultFile,
     as_file,
     exists,
+    is_of_weights,
     is_unaveraged,
     list_checkpoints,
     put_posterior,
@@ -58,7 +59,7 @@ from lightning_bayes.trainer.private import (
     module_of_callback,
     set_callbacks,
 )
-from lightning_bayes.trainer.report import TrainerScores, score_module
+from lightning_bayes.trainer.report import TrainerScores, score_module, shows_bars
 
 _UNAVERAGED = (
     "the Trainer's weight averaging has loaded the weights from before the average, but the checkpoint's posterior "
@@ -71,7 +72,7 @@ def _option(field: str) -> Any:
 
 
 class PosteriorCallback(Callback):
-    """What a callback does with a posterior over the weights of any LightningModule.
+    """The base of all callbacks: what they share once they have a posterior over the weights of a LightningModule.
 
     Every callback takes these arguments. They can all be plain words and numbers, as in a configuration file.
 
@@ -110,6 +111,8 @@ class PosteriorCallback(Callback):
     trains_at_its_weights: ClassVar[bool] = True  # and not at samples around them
     keeps_points: ClassVar[bool] = False  # training points, for predictive="gp"
     priority: ClassVar[int] = 2  # callbacks with a lower number run first, whatever their order on the Trainer
+    why_one: ClassVar[str] = ""  # why a Trainer can have only one of these callbacks, if so
+    only_weights: ClassVar[str] = ""  # the only weights that can have a posterior, if so, and what to do
 
     def __init__(
         self,
@@ -199,11 +202,11 @@ class PosteriorCallback(Callback):
     def _missing(self) -> str:
         return (
             f"{type(self).__name__} {self.name!r} has no posterior yet: run trainer.fit, load a checkpoint that was "
-            "written after it, or call fit_now"
+            f"written after it, or call fit_now{self.only_weights and '; '}{self.only_weights}"
         )
 
     def _read_spawn_result(self) -> None:
-        """In the parent of launched processes: take the state that they have left."""
+        """In the parent of launched processes, load the state that rank zero has written."""
         content = self._spawn_result.read()
         if content is not None:
             self._posterior = self._stored = None
@@ -231,6 +234,9 @@ class PosteriorCallback(Callback):
         """The part of the module that maps x to f."""
         return wrap_output(unwrap(network_of(module, self.network.name)), self._read_as)
 
+    def _shows_progress(self, trainer: Trainer | None) -> bool:
+        return self.progress and shows_bars(trainer)
+
     def read_by_targets(self, module: LightningModule, x: Any, y: Any) -> Any:
         """Learn the class dimension of the outputs from a batch. Returns x in its container."""
         network = self.network_in(module)
@@ -253,6 +259,8 @@ class PosteriorCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._has_trained = False
+        if self.why_one and sum(isinstance(callback, type(self)) for callback in callbacks_of(trainer)) > 1:
+            raise ValueError(f"{self.why_one}: give the Trainer one {type(self).__name__}")
         network_of(pl_module, self.network.name)  # raise for a wrong name before training, not after it
         self._check_module(pl_module)
 
@@ -265,7 +273,9 @@ class PosteriorCallback(Callback):
         self._has_trained = True
         self._spawn_result.clear()
         self._posterior = self._stored = None  # they belong to the weights before this training
-        self._begin_dry_run(trainer)
+        self._dry_run = DryRun(self)
+        if not is_dev_run(trainer):
+            self._file.check(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._finish(trainer, pl_module, only_missing=False)
@@ -298,13 +308,9 @@ class PosteriorCallback(Callback):
         """Fit a posterior to one or two examples, to raise errors before training."""
 
     def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
+        """Warn if the loss does not belong to the likelihood."""
         if not fit.fits:
             rank_zero_warn(f"{self.name}: {explain(fit, self.likelihood, outputs)}")
-
-    def _begin_dry_run(self, trainer: Trainer) -> None:
-        self._dry_run = DryRun(self)
-        if not is_dev_run(trainer):
-            self._file.check(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._dry_run is not None:
@@ -438,10 +444,11 @@ class PosteriorCallback(Callback):
 
     def store(self, trainer: Trainer, checkpoints: list[CheckpointInfo] | None = None) -> None:
         """Write the posterior's file, and put the posterior into the checkpoints of its weights; on all processes."""
-        if not is_dev_run(trainer):
-            self._file.write(trainer, self.posterior)
-            if not is_sharded(ungathered(self.posterior.network)):  # no checkpoint of one file holds its weights
-                self._put_into(trainer, self._list_checkpoints(trainer) if checkpoints is None else checkpoints)
+        if is_dev_run(trainer):
+            return
+        self._file.write(trainer, self.posterior)
+        if not is_sharded(ungathered(self.posterior.network)):  # no checkpoint of one file holds its weights
+            self._put_into(trainer, self._list_checkpoints(trainer) if checkpoints is None else checkpoints)
 
     def _put_into(self, trainer: Trainer, checkpoints: list[CheckpointInfo]) -> None:
         for checkpoint in checkpoints:
@@ -461,6 +468,12 @@ class PosteriorCallback(Callback):
         if trainer.state.fn != "fit" and path and self._module is not None and exists(path):
             network = self.network_in(self._module)
             self._posterior = GaussianPosterior.load(path, network, self._own_likelihood())
+        if self.only_weights and trainer.ckpt_path:
+            posterior = self._find_posterior()
+            if posterior is not None and not is_of_weights(posterior):
+                raise PosteriorError(
+                    f"the network's weights are not those the posterior was fitted to: {self.only_weights}"
+                )
 
 
 def posterior_callbacks(trainer: Trainer) -> list[PosteriorCallback]:
@@ -485,11 +498,11 @@ class CallbackPrior:
     Args:
         prior: its state dict may be that of the module or of its network.
         within: the name of the network in the module, if it is a submodule.
-        check: raises for a prior that does not go with the other settings.
+        check: raises an error for a prior that the other settings exclude.
     """
 
     def __init__(self, prior: Prior, within: str | None, check: Callable[[Prior], Any]) -> None:
-        # A state dict holds the very weights that are about to train.
+        # The weights of a state dict may be the parameters that are about to train.
         self.prior, self._within, self._check = replace(prior, mean=_copied(prior.mean)), within, check
         check(self.prior)
 
@@ -507,8 +520,12 @@ class CallbackPrior:
             self.prior = prior
         if not isinstance(prior.mean, Mapping):
             return prior
-        weights = {name: self._weight(name) for name, _ in unwrap(network).named_parameters()}
-        return replace(prior, mean={name: weight for name, weight in weights.items() if weight is not None})
+        mean: dict[str, Tensor] = {}
+        for name, _ in unwrap(network).named_parameters():  # by its name in the network, or in the module around it
+            weight = prior.mean.get(name, prior.mean.get(f"{self._within}.{name}"))
+            if weight is not None:
+                mean[name] = weight
+        return replace(prior, mean=mean)
 
     def means(self, network: nn.Module, subset: Subset) -> dict[str, Tensor]:
         """`m` of each parameter; empty if it is zero."""
@@ -517,10 +534,6 @@ class CallbackPrior:
             return {}
         parts = m.split([shape.numel() for shape in subset.shapes])
         return {name: part.reshape(s) for name, part, s in zip(subset.names, parts, subset.shapes, strict=True)}
-
-    def _weight(self, name: str) -> Tensor | None:
-        """By its name in the network, or in the module around it."""
-        return self.prior.mean.get(name, self.prior.mean.get(f"{self._within}.{name}"))
 
 
 def _copied(weights: Any) -> Any:

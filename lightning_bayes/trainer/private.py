@@ -37,14 +37,12 @@ def datamodule_of(trainer: Any) -> Any:
     return trainer.datamodule
 
 
-def module_of_trainer(trainer: Any) -> Any:
-    """The module of the last run, or None."""
-    return trainer.lightning_module
-
-
 def module_of_callback(callback: Callback) -> LightningModule | None:
-    """The module of the Trainer that has this callback. In the parent of launched processes Lightning runs no hook and
-    keeps no reference from a callback to its Trainer, so the only way is to search all objects."""
+    """The module of the Trainer that has this callback.
+
+    It is needed in the parent of launched processes (`ddp_fork`, `ddp_spawn`), where Lightning runs no hook of a
+    callback, and no object that the callback knows refers to the Trainer. So all objects are searched, once per fit.
+    """
     packages = (sys.modules.get(name) for name in ("lightning.pytorch", "pytorch_lightning"))
     kinds: Any = tuple(package.Trainer for package in packages if package is not None)
     for candidate in gc.get_objects():

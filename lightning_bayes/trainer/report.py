@@ -8,8 +8,8 @@ logger.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_bayes.arguments import format_names
 from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.loaders import bars_made_by, check_loader
 from lightning_bayes.network.subset import layer_of
 from lightning_bayes.posterior import LaplacePosterior
@@ -60,11 +61,13 @@ def shows_bars(trainer: Trainer | None) -> bool:
     return trainer.is_global_zero and bar is not None and not getattr(bar, "is_disabled", False)
 
 
-def bars_of(trainer: Trainer | None) -> AbstractContextManager[None]:
-    """Use the Trainer's kind of progress bars, rich or tqdm, inside the context."""
-    if trainer is None or class_name(trainer.progress_bar_callback, {"RichProgressBar"}) is None:
-        return bars_made_by(None)
-    return bars_made_by(partial(RichBar, trainer))
+@contextmanager
+def fit_context(trainer: Trainer | None, module: LightningModule) -> Iterator[None]:
+    """The Trainer's precision and kind of progress bars; the global random state is restored at the end."""
+    is_rich = trainer is not None and class_name(trainer.progress_bar_callback, {"RichProgressBar"})
+    bar = partial(RichBar, trainer) if trainer is not None and is_rich else None
+    with preserved_rng(module.device), forward_context(trainer), bars_made_by(bar):
+        yield
 
 
 class RichBar:

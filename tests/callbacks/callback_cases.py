@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
-from helpers.training import trainer
+from helpers.training import Lit, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,51 +18,26 @@ from lightning_bayes import Categorical, LaplaceCallback
 FEATURES, CLASSES = 4, 3
 
 
-class Classifier(L.LightningModule):
-    """What a user has: batch norm, dropout, Adam, and steps of its own."""
+class Classifier(Lit):
+    """What a user has: batch norm, dropout, Adam, and hyperparameters."""
 
     def __init__(self, lr: float = 1e-2) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = nn.Sequential(
-            nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.1), nn.Linear(5, CLASSES)
+        super().__init__(
+            nn.Sequential(nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.1), nn.Linear(5, CLASSES))
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+        self.save_hyperparameters()
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("test_loss", F.cross_entropy(self(batch[0]), batch[1]))
+        self.log("test_loss", self.loss(self(batch[0]), batch[1]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), self.hparams["lr"])
 
 
-class Regressor(L.LightningModule):
+class Regressor(Lit):
     def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.mse_loss(self(batch[0]), batch[1])
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.05)
+        net = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, 2))
+        super().__init__(net, F.mse_loss, partial(torch.optim.SGD, lr=0.05))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A user's module with an optimizer that L2M reads, and the same training written out by hand."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from callback_cases import CLASSES, FEATURES, labelled, trainer
+from helpers.training import Lit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -17,32 +19,16 @@ N, BATCH = 37, 8
 BETAS = (0.8, 0.95)
 
 
-class Net(L.LightningModule):
+class Net(Lit):
     """A classifier without random layers; the optimizer is the test's choice."""
 
     def __init__(self, kind: Any = torch.optim.Adam, **options: Any) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+        net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+        super().__init__(net, optimizer=partial(kind, **options))
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for p in self.parameters():
                 p.copy_(torch.randn(p.shape, generator=generator) / 2)
-        self.kind, self.options = kind, options
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-    def configure_optimizers(self) -> Any:
-        return self.kind(self.parameters(), **self.options)
 
 
 def adam(**options: Any) -> Net:

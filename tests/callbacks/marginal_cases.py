@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from callback_cases import CLASSES, FEATURES, draw, trainer
+from helpers.training import Lit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,29 +27,19 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, 0.02)
 
 
-class Net(L.LightningModule):
+class Net(Lit):
     """Two layers with biases and two or three outputs; `penalty` is a prior in the loss itself."""
 
     def __init__(self, loss: Loss = F.cross_entropy, outputs: int = CLASSES, optimizer: Any = adam) -> None:
-        super().__init__()
-        self.loss, self.optimizer, self.penalty = loss, optimizer, lambda module: 0.0
-        self.net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, outputs))
+        super().__init__(nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, outputs)), loss, optimizer)
+        self.penalty = lambda module: 0.0
         with torch.no_grad():
             for number, p in enumerate(self.parameters()):
                 p.copy_(0.5 * draw(*p.shape, seed=number))
         self.double()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(self(batch[0]), batch[1]) + self.penalty(self)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(self(batch[0]), batch[1]))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        pass
+        return super().training_step(batch, batch_idx) + self.penalty(self)
 
     def configure_optimizers(self) -> Any:
         return self.optimizer([p for p in self.parameters() if p.requires_grad])

@@ -1,6 +1,7 @@
 """What the first batch tells: mistakes before the first step, and a loss that is not the likelihood's."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from callback_cases import CLASSES, FEATURES, Classifier, draw, labelled, laplace, measured, trainer
+from helpers.training import Lit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -241,23 +243,17 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
 NOT_THE_LIKELIHOODS = "the loss of the training step, .* does not depend on the network's outputs as the negative log"
 
 
-class Trained(L.LightningModule):
+class Trained(Lit):
     """A network, and any loss of its outputs."""
 
     def __init__(self, loss: Any, outputs: int = CLASSES, *last: nn.Module, direct: bool = False) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, outputs), *last)
-        self.loss, self.direct = loss, direct
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
+        net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, outputs), *last)
+        super().__init__(net, loss, partial(torch.optim.Adam, lr=0.01))
+        self.direct = direct
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         f = self.net(batch[0]) if self.direct else self(batch[0])
         return {"loss": self.loss(f, batch[1])}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), 0.01)
 
 
 def mean_of(likelihood: Likelihood) -> Any:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from callback_cases import FEATURES, draw, error, labelled, trainer
 from helpers.processes import Peer, alone_and_together
+from helpers.training import Lit
 from l2m_cases import l2m, wide
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -46,10 +47,10 @@ def network() -> nn.Sequential:
     return net.double()
 
 
-class Module(L.LightningModule):
+class Module(Lit):
     def __init__(self, optimizer: str = "Adam", world: int = 1) -> None:
-        super().__init__()
-        self.net, self.optimizer, self.world, self.fail_at = network(), optimizer, world, -1
+        super().__init__(network(), optimizer=optimizer)
+        self.world, self.fail_at = world, -1
 
     def configure_model(self) -> None:
         if self.world == 1 or isinstance(self.net[0].weight, DTensor):
@@ -69,14 +70,8 @@ class Module(L.LightningModule):
             raise RuntimeError("no forward")
         return self.net(x)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        pass
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(self(batch[0]), batch[1]), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         if self.optimizer == "SGD":

@@ -8,13 +8,13 @@ import pytest
 import torch
 from callback_cases import CLASSES, FEATURES, draw, error, labelled, laplace, trainer
 from helpers.processes import Peer, alone_and_together
+from helpers.training import Lit
 from l2m_cases import wide
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_bayes import BNN, FisherMC, GaussianPosterior
@@ -38,12 +38,10 @@ ALL = {
 }
 
 
-class Module(L.LightningModule):
+class Module(Lit):
     def __init__(self, world: int = 1) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, CLASSES)
-        )
+        layers = nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, CLASSES)
+        super().__init__(nn.Sequential(*layers))
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for p in self.net.parameters():
@@ -64,20 +62,8 @@ class Module(L.LightningModule):
             for layer in (self.net[0], self.net[5], self.net):
                 fully_shard(layer, mesh=data)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(self(batch[0]), batch[1]), sync_dist=True)
 
 
 class TwoRuns(Module):

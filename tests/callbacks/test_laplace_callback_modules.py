@@ -1,5 +1,6 @@
 """LightningModules nobody here wrote go through fit, test, predict, save and load."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from callback_cases import draw, laplace, same_numbers, trainer
+from helpers.training import Lit
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, DemoModel, RandomDataset
 from lightning.pytorch.demos.transformer import LightningTransformer
@@ -142,24 +144,10 @@ def test_lightnings_transformer_as_it_is_gives_one_row_per_token_and_the_error_s
         trainer(tmp_path, laplace(subset="last_layer"), max_epochs=1).fit(AsItIs(vocab_size=7), tokens(4, 0))
 
 
-class Vision(L.LightningModule):
-    """Any torchvision classifier in ten lines."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.net = torchvision.models.get_model(name, num_classes=3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.01)
+def vision(name: str) -> Lit:
+    """Any torchvision classifier."""
+    net = torchvision.models.get_model(name, num_classes=3)
+    return Lit(net, optimizer=partial(torch.optim.SGD, lr=0.01))
 
 
 def images(n: int, seed: int) -> DataLoader[Any]:
@@ -180,7 +168,7 @@ def images(n: int, seed: int) -> DataLoader[Any]:
     ids=lambda value: value if isinstance(value, str) else "-".join(f"{key}={word}" for key, word in value.items()),
 )
 def test_torchvision_models(tmp_path: Path, name: str, arguments: dict[str, Any]) -> None:
-    callback, model = go_through(tmp_path, lambda: Vision(name), arguments, images(8, 0), images(6, 1))
+    callback, model = go_through(tmp_path, lambda: vision(name), arguments, images(8, 0), images(6, 1))
     chosen = arguments.get("subset", ["net"])
     modules = [list(model.modules())[-1]] if chosen == "last_layer" else [model.get_submodule(name) for name in chosen]
     assert callback.posterior.subset.size == sum(p.numel() for module in modules for p in module.parameters())

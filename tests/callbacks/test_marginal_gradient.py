@@ -152,7 +152,7 @@ class Manual(Net):
 
 @pytest.mark.parametrize("words", [{"loss_scale": 1.0}, {}], ids=["given", "assumed"])
 def test_manual_optimization_of_several_optimizers(words: Any, tmp_path: Path) -> None:
-    said = "could not be compared with the likelihood, and is taken for 1 times"
+    said = "could not be compared with the likelihood: it is assumed to be 1 times"
     with nullcontext() if words else pytest.warns(UserWarning, match=said):
         found, _ = trained(tmp_path, Manual(), fixed(prior_precision=3.0, **words))
     same(flat(found), flat(trained(tmp_path, penalised(Manual(), 1.0, BOTH))[0]))

@@ -226,13 +226,15 @@ def test_a_checkpoint_of_other_weights_is_refused(tmp_path: Path) -> None:
     fit(tmp_path, online(n_data=EXAMPLES), checkpoint, model=autoencoder(), enable_checkpointing=True)
     path = checkpoint.best_model_path
     other = online(n_data=EXAMPLES, subset=["decoder"])
-    with pytest.raises(RuntimeError, match=r"curvature of encoder.0.weight.*now these are to be sampled: decoder.0.w"):
+    with pytest.raises(RuntimeError, match=r"curvature of encoder.0.weight.*the weights to sample are decoder.0.w"):
         fit(tmp_path, other, path=path, model=autoencoder(), max_epochs=4)
 
     state = torch.load(path, weights_only=True)
     state["callbacks"][KEY]["memory"]["C"] = torch.ones(3)
     torch.save(state, tmp_path / "short.ckpt")
-    with pytest.raises(RuntimeError, match=r"curvature of 3 weights, but encoder.0.weight.* have 48: it is of another"):
+    with pytest.raises(
+        RuntimeError, match=r"curvature of 3 weights, but encoder.0.weight.* have 48: it belongs to another"
+    ):
         fit(tmp_path, online(n_data=EXAMPLES), path=tmp_path / "short.ckpt", model=autoencoder(), max_epochs=4)
 
 

@@ -1,6 +1,7 @@
 """Modules, data and Trainers of every kind, and what comes after the fit."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from callback_cases import Classifier, Regressor, draw, held_out, labelled, laplace, measured, train_loader, trainer
 from helpers.cli import run_cli
+from helpers.training import Lit
 from lightning.pytorch.tuner import Tuner
 from online_cases import EXAMPLES, Autoencoder, ByHand, Given, agree, flat, online, same, still, trained, vectors
 from torch import Tensor, nn
@@ -115,24 +117,10 @@ def test_a_wrong_name_of_the_network_is_an_error_before_training(tmp_path: Path)
         trainer(tmp_path, online(network="net")).fit(Autoencoder(), Given(vectors()))
 
 
-class Single(L.LightningModule):
-    """One logit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.binary_cross_entropy_with_logits(self(batch[0]), batch[1].to(batch[0]))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), 0.01)
+def one_logit() -> Lit:
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0))
+    loss = lambda f, y: F.binary_cross_entropy_with_logits(f, y.to(f))  # noqa: E731
+    return Lit(net, loss, partial(torch.optim.Adam, lr=0.01))
 
 
 def binary(n: int, seed: int = 0) -> TensorDataset:
@@ -145,7 +133,7 @@ def binary(n: int, seed: int = 0) -> TensorDataset:
     [
         ("classification", Classifier, labelled, "acc"),
         ("regression", Regressor, measured, "rmse"),
-        ("binary", Single, binary, "acc"),
+        ("binary", one_logit, binary, "acc"),
     ],
 )
 def test_any_likelihood_trains_tests_and_predicts(

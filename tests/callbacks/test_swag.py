@@ -186,10 +186,10 @@ def test_an_exception_leaves_the_trained_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "options", "message"),
     [
-        ({}, {"max_epochs": 4}, "start=0.75 and every_n_epochs=1 take in 1 of 4 epochs, but a variance needs 2"),
-        ({"start": 9}, {"max_epochs": 4}, "take in 0 of 4 epochs"),
-        ({}, {"max_epochs": -1}, "the Trainer does not know how long it is: give start= as an epoch"),
-        ({"every_n_steps": 100}, {"max_epochs": 4}, "every_n_steps=100 is for longer trainings than this one of"),
+        ({}, {"max_epochs": 4}, "start=0.75 and every_n_epochs=1 use 1 of 4 epochs, but a variance needs 2"),
+        ({"start": 9}, {"max_epochs": 4}, "use 0 of 4 epochs"),
+        ({}, {"max_epochs": -1}, "whose length the Trainer does not know: give start= as an epoch"),
+        ({"every_n_steps": 100}, {"max_epochs": 4}, "every_n_steps=100 is too large for a training of"),
     ],
 )
 def test_a_training_that_is_too_short_is_refused_before_it(

@@ -1,4 +1,4 @@
-"""A quiet Trainer, and a user's module that every method can train, with its data."""
+"""A quiet Trainer, and users' modules with their data."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from helpers.networks import made, mlp
@@ -37,18 +37,41 @@ def trainer(folder: Path, *callbacks: L.Callback, **arguments: Any) -> L.Trainer
     return L.Trainer(**{**quiet, **arguments})
 
 
-class LitNet(L.LightningModule):
-    """Its loss is the mean negative log-likelihood; three outputs, biases, and AdamW."""
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1)
+
+
+class Lit(L.LightningModule):
+    """A user's module: a network, a loss of its outputs, and an optimizer."""
+
+    def __init__(self, net: nn.Module, loss: Any = F.cross_entropy, optimizer: Any = sgd) -> None:
+        super().__init__()
+        self.net, self.loss, self.optimizer = net, loss, optimizer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(self(batch[0]), batch[1]))
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters())
+
+
+class LitNet(Lit):
+    """The loss is the mean negative log-likelihood; three outputs, biases, and AdamW."""
 
     decay = 0.1
 
     def __init__(self, task: str = "classification", seed: int = 0) -> None:
-        super().__init__()
+        super().__init__(made(lambda: mlp(FEATURES, 4, OUTPUTS), seed))
         self.task = task
-        self.net = made(lambda: mlp(FEATURES, 4, OUTPUTS), seed)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.nll(*batch)
@@ -61,10 +84,10 @@ class LitNet(L.LightningModule):
             return F.binary_cross_entropy_with_logits(f, y, reduction="none").sum(1).mean()
         return -torch.distributions.Normal(f, NOISE).log_prob(y).sum(1).mean()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", self.nll(*batch))
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("test_loss", self.nll(*batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
