@@ -248,15 +248,22 @@ class GaussianPosterior:
         return mean, covariances[0]
 
     def functional_for(
-        self, precisions: list[Structure], x: Any, form: str = "example", differentiable: bool = False
+        self,
+        precisions: list[Structure],
+        x: Any,
+        form: str = "example",
+        differentiable: bool = False,
+        approximate: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """`functional` for several precisions (several priors of one fit) in one backward pass. `form` is one of the
-        covariance forms of `output_gaussian`."""
+        covariance forms of `output_gaussian`, and `approximate` makes many priors as cheap as one."""
         self.check_whole("functional")
 
         def gaussian(x: Any) -> list[Tensor]:
             with self.linearised(x) as (plan, x):
-                mean, covariances = output_gaussian(self.network, plan, precisions, x, form, differentiable)
+                mean, covariances = output_gaussian(
+                    self.network, plan, precisions, x, form, differentiable, approximate
+                )
             return [mean, *covariances]
 
         mean, *covariances = attached(x, gaussian) if differentiable else gaussian(x)

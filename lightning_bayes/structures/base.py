@@ -252,7 +252,11 @@ class Structure(ABC):
         """`J M⁻¹ Jᵀ` of one layer for several blocks `M` that share an eigenbasis (several priors), from the layer's
         inputs `a` `[G, B, T, I]` and the gradients `g` `[K, G, B, T, O]` of the network's outputs; see
         `output_covariance`. With `in_basis`, the inputs are already multiplied by `input_basis`."""
-        rows = form.arrange(layer_jacobian(a, g))
+        return cls.row_covariances(blocks, form.arrange(layer_jacobian(a, g)), form)
+
+    @classmethod
+    def row_covariances(cls: type[Self], blocks: Sequence[Self], rows: Tensor, form: CovarianceForm) -> list[Tensor]:
+        """`J M⁻¹ Jᵀ` for several blocks `M` that share an eigenbasis, from arranged rows of the Jacobian."""
         return [form.quadratic(block, rows) for block in blocks]
 
     def to_state(self) -> dict[str, Any]:

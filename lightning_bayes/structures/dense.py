@@ -14,6 +14,7 @@ of `H` matters beside the prior and the eigenvalues have to correct it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -24,6 +25,7 @@ from torch import Tensor
 from lightning_bayes.network.accumulation import cast_like, in_float64
 from lightning_bayes.structures.base import Eigenbasis, Structure, StructureError, cached_outside_graphs, positive
 from lightning_bayes.structures.eigendecomposition import eigh
+from lightning_bayes.structures.output_covariance import CovarianceForm, GroupedSpectrum
 
 TOLERATED = 1e-3  # the share of a prior precision that rounding of the curvature may change
 
@@ -112,6 +114,24 @@ class Dense(Structure):
         rotated = J @ Q * cast_like(positive(values).rsqrt(), Q)  # [..., K, P]
         return rotated @ rotated.mT
 
+    @classmethod
+    def row_covariances(cls, blocks: Sequence[Dense], rows: Tensor, form: CovarianceForm) -> list[Tensor]:
+        """One rotation for all priors. With groups of eigenvalues, the covariances of all priors are sums of the same
+        few matrices."""
+        if len(blocks) == 1 or any(not block._shares_eigenvectors(blocks[0]) for block in blocks):
+            return super().row_covariances(blocks, rows, form)
+        λ, Q = blocks[0]._decomposition.eigen
+        rotated = rows @ Q
+        if form.approximate and not form.joint and all(_same(block.factor, blocks[0].factor) for block in blocks):
+            shifts = torch.stack([torch.as_tensor(block.shift) for block in blocks])
+            spectrum = GroupedSpectrum.of(torch.ones_like(λ[:1]), λ * _like(λ, blocks[0].factor), shifts)
+            return spectrum.of_rows(rotated.unsqueeze(-2), form)
+        weights = (cast_like(positive(block._eigen[0]).reciprocal(), rotated) for block in blocks)
+        return [form.product(rotated * weight, rotated) for weight in weights]
+
+    def _shares_eigenvectors(self, other: Dense) -> bool:
+        return not self._uses_cholesky and self._decomposition is other._decomposition
+
     def logdet(self) -> Tensor:
         if self._uses_cholesky:
             return cast_like(2 * self._cholesky.diagonal().log().sum(), self.matrix)
@@ -188,6 +208,10 @@ class Decomposition:
     def eigen(self) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False):
             return eigh(self._matrix.detach(), "the full matrix", allow_float32=False)
+
+
+def _same(first: Tensor | float, second: Tensor | float) -> bool:
+    return torch.equal(torch.as_tensor(first), torch.as_tensor(second))
 
 
 def _like(like: Tensor, number: Tensor | float) -> Tensor | float:

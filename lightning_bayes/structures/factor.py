@@ -119,6 +119,10 @@ class Factor:
     def can_add_data(self) -> bool:
         return self.vectors is None or self.full_matrix is not None
 
+    def equals(self, other: Factor) -> bool:
+        """Whether both have the same eigenpairs."""
+        return self.vectors is other.vectors and torch.equal(self.spectrum, other.spectrum)
+
     @cached_property
     def is_complete(self) -> bool:
         """Whether the eigenpairs hold all of the matrix."""

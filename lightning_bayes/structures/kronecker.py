@@ -30,7 +30,14 @@ from lightning_bayes.network.accumulation import cast_like, in_float64
 from lightning_bayes.structures.base import Eigenbasis, Structure, StructureError, cached_outside_graphs, positive
 from lightning_bayes.structures.block_diagonal import BlockDiagonal
 from lightning_bayes.structures.factor import Factor
-from lightning_bayes.structures.output_covariance import CovarianceForm, inputs_first, rotated_covariances
+from lightning_bayes.structures.output_covariance import (
+    CovarianceForm,
+    GroupedSpectrum,
+    inputs_first,
+    rotate_gradients,
+    rotate_inputs,
+    rotated_covariances,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +200,12 @@ class Kronecker(Structure):
         left, right = blocks[0].left, blocks[0].right
         if any(block.left.vectors is not left.vectors for block in blocks):  # their bases differ
             return [cls.output_covariances([block], a, g, form, in_basis)[0] for block in blocks]
+        if form.approximate and not form.joint and cls._differ_by_shifts(blocks):
+            shifts = torch.stack([torch.as_tensor(block.shift) for block in blocks])
+            λ, μ = (factor.expand(factor.spectrum, -1)[0] for factor in (left, right))
+            spectrum = GroupedSpectrum.of(λ, μ, shifts)
+            a = a if in_basis else rotate_inputs(a, right.rotate)
+            return spectrum.covariances(a, rotate_gradients(g, left.rotate), form)
         variances = [block._inverse_values for block in blocks]
         return rotated_covariances(variances, a, g, form, left.rotate, None if in_basis else right.rotate)
 
@@ -200,6 +213,17 @@ class Kronecker(Structure):
         values = self.left.times_multiplicity(self.values, -2).sum(-2)  # [g, I]
         k = self.right.values.shape[-1]
         return Factor(self.right.vectors, values[:, :k], None, values[:, k:] if k < values.shape[-1] else None)
+
+    @classmethod
+    def _differ_by_shifts(cls, blocks: Sequence[Kronecker]) -> bool:
+        """Whether several blocks of one group are `G ⊗ A + δI` with the same factors."""
+        first = blocks[0]
+        return (
+            len(blocks) > 1
+            and first.shape[0] == 1
+            and not any(isinstance(block, EKFAC) or torch.as_tensor(block.shift).ndim for block in blocks)
+            and all(first.left.equals(block.left) and first.right.equals(block.right) for block in blocks[1:])
+        )
 
     def parts(self) -> dict[str, Any]:
         return {**super().parts(), "left": self.left.to_list(), "right": self.right.to_list()}

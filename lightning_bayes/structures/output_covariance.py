@@ -1,13 +1,22 @@
 """The contribution of one layer to the covariance of a network's outputs, `J P⁻¹ Jᵀ`, and to products `JV`.
 
 A layer has inputs `a` `[G, B, T, I]`, with a one appended for the bias, and gradients `g` `[K, G, B, T, O]` of `K`
-outputs of the network; its Jacobian is `J = Σ_t g aᵀ`. If `P⁻¹ = (Q_G ⊗ Q_A) diag(W) (Q_G ⊗ Q_A)ᵀ`, the Jacobian is
-never built. With `ã = a Q_A` and `g̃ = g Q_G`, a layer with one position adds
+outputs of the network; its Jacobian is `J = Σ_t g aᵀ`. If `P⁻¹ = (Q_G ⊗ Q_A) diag(W) (Q_G ⊗ Q_A)ᵀ`, let `ã = a Q_A`,
+`g̃ = g Q_G`, and `J̃ = Σ_t g̃ ãᵀ = Q_Gᵀ J Q_A`. Two paths give the same sum over `o` and `i`:
 
-    Σ_kl = Σ_o g̃_ko (Σ_i ã_i² W_oi) g̃_lo.
+    pairs of positions    S_tuo = Σ_i ã_ti ã_ui W_oi,    Σ_kl = Σ_tuo g̃_kto S_tuo g̃_luo,
+    the Jacobian          Σ_kl = Σ_oi J̃_koi W_oi J̃_loi,
 
-A layer with shared positions adds `Σ_oi J̃_koi W_oi J̃_loi` with its rotated Jacobian `J̃ = Σ_t g̃ ãᵀ = Q_Gᵀ J Q_A`, a few
-examples at a time, rotated where it costs least. Several priors change only `W`.
+where the first is one matrix product of `T(T + 1)/2` rows and the second builds `J̃` a few examples at a time. Per
+weight they cost `T(T + 1)/2` and `KT + K²` multiplications.
+
+Several priors `δ` change only `W_oi = 1/(λ_o μ_i + δ)`. Approximately, `λ` and `μ` are taken in groups `p` and `q` of
+similar size. The sums `C_pq` of `J̃_koi J̃_loi` over each pair of groups then hold for every prior:
+
+    Σ(δ) = Σ_pq w_pq(δ) C_pq,    w(δ) = 1/(s + δ) · (1 + v/2 · s(s − δ)/(s + δ)²),
+
+where `log s` is the mean of `log λ_o μ_i` in the groups and `v` its variance: the mean of `1/(e^x + δ)` to second
+order.
 
 For the few columns of a matrix `V` `[P, k]`, `JacobianColumns` sums
 
@@ -20,30 +29,34 @@ smaller.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_bayes.network.accumulation import cast_like
+from lightning_bayes.network.accumulation import cast_like, in_float64
 from lightning_bayes.network.subset import Subset
 from lightning_bayes.structures.layout import Layout
 
 if TYPE_CHECKING:
     from lightning_bayes.structures.base import Structure
 
-CACHE = 2**22  # bytes of a layer's Jacobian per step
+PIECE = 2**24  # bytes of a layer's Jacobian, or of its pairs of positions, at a time
 MEMORY = 2**25  # bytes per step of a product with columns
+LEFT_WIDTH, RIGHT_WIDTH = 1.0, 0.7  # of a group of eigenvalues, in log
+NEGLIGIBLE = 0.01  # times the prior precision: smaller eigenvalues are one group
 Rotation = Callable[[Tensor, int], Tensor]  # into an eigenbasis, along one of the last two dimensions
 
 
 class CovarianceForm:
     """The requested entries: for each "example" `[B, K, K]`, for the whole batch ("joint") `[B·K, B·K]`, or only the
-    variances ("marginal") `[B, K]`."""
+    variances ("marginal") `[B, K]`. `approximate` admits groups of eigenvalues where there are several priors."""
 
-    def __init__(self, form: str) -> None:
+    def __init__(self, form: str, approximate: bool = False) -> None:
         self.joint, self.marginal = form == "joint", form == "marginal"
+        self.approximate = approximate
 
     def zeros(self, B: int, K: int, like: Tensor) -> Tensor:
         return like.new_zeros((B * K, B * K) if self.joint else (B, K) if self.marginal else (B, K, K))
@@ -57,9 +70,9 @@ class CovarianceForm:
         """`J P⁻¹ Jᵀ`, or its diagonal, for arranged rows."""
         return (rows * precision.solve(rows)).sum(-1) if self.marginal else precision.inverse_quadratic(rows)
 
-    def weighted(self, rows: Tensor, W: Tensor) -> Tensor:
-        """`J diag(W) Jᵀ`, or its diagonal, for arranged rows."""
-        return (rows.square() * W).sum(-1) if self.marginal else (rows * W) @ rows.mT
+    def product(self, rows: Tensor, other: Tensor) -> Tensor:
+        """`J J'ᵀ`, or its diagonal, for arranged rows."""
+        return (rows * other).sum(-1) if self.marginal else rows @ other.mT
 
 
 def layer_jacobian(a: Tensor, g: Tensor) -> Tensor:
@@ -85,28 +98,63 @@ def rotated_covariances(
     right: Rotation | None = None,
 ) -> list[Tensor]:
     """One covariance for each `W` `[G, O, I]`. `right` and `left` rotate inputs and gradients; None means that they are
-    already rotated. The Jacobian is rotated instead if it is smaller, and stays in the cache."""
-    (K, G, B, T, O), I = g.shape, a.shape[-1]
-    small = not form.joint and G * K * O * I * a.element_size() <= CACHE
-    if right is not None and (inputs_first(g) or not small):
-        # One product for all examples: a batched product would copy the eigenvectors for each of them.
-        a, right = right(a.flatten(1, 2), -1).reshape(G, B, T, -1), None
-    if left is not None and (2 * T <= I or not small):
-        rows = g.transpose(0, 1)  # [G, K, B, T, O]
-        g, left = left(rows.flatten(1, 3), -1).reshape(G, K, B, T, -1).transpose(0, 1), None
-    if T == 1 and not form.joint and left is None and right is None:
-        return _unshared(variances, a, g, form)
-    return _shared(variances, a, g, form, left, right)
+    already rotated. The Jacobian is rotated instead if it is smaller."""
+    T, I = a.shape[2:]
+    if right is not None and inputs_first(g):
+        a, right = rotate_inputs(a, right), None
+    if left is not None and T <= I:
+        g, left = rotate_gradients(g, left), None
+    if left is None and right is None and pairs_first(g, form):
+        return _by_pairs(variances, a, g, form)
+    return _by_jacobian(variances, a, g, form, left, right)
 
 
-def _unshared(variances: Sequence[Tensor], a: Tensor, g: Tensor, form: CovarianceForm) -> list[Tensor]:
-    """One position: the input enters only as `Σ_i ã_i² W_oi`."""
-    a2 = a.squeeze(2).square()  # [G, B, I]
-    g = g.squeeze(3).permute(1, 2, 0, 3)  # [G, B, K, O]
-    return [form.weighted(g, (a2 @ W.mT).unsqueeze(2)).sum(0) for W in variances]
+def rotate_inputs(a: Tensor, right: Rotation) -> Tensor:
+    """In one product for all examples; a batched one would copy the eigenvectors for each.  # [G, B, T, I]"""
+    return right(a.flatten(1, 2), -1).unflatten(1, a.shape[1:3])
 
 
-def _shared(
+def rotate_gradients(g: Tensor, left: Rotation) -> Tensor:
+    """# [K, G, B, T, O]"""
+    rows = g.transpose(0, 1)  # [G, K, B, T, O]
+    return left(rows.flatten(1, 3), -1).unflatten(1, rows.shape[1:4]).transpose(0, 1)
+
+
+def pairs_first(g: Tensor, form: CovarianceForm) -> bool:
+    """Whether pairs of positions cost less than the Jacobian."""
+    K, _, _, T, _ = g.shape
+    pairs = T * (T + 1) // 2
+    return not form.joint and pairs <= K * T + (K if form.marginal else K * K)
+
+
+def _position_pairs(a: Tensor) -> tuple[Tensor, Tensor]:
+    """`ã_ti ã_ui` for `t ≤ u`, and the number of each pair.  # [G, B, T, I] -> [G, B, T(T + 1)/2, I], [T, T]"""
+    T = a.shape[2]
+    first, second = torch.triu_indices(T, T, device=a.device)
+    number = torch.zeros(T, T, dtype=torch.long, device=a.device)
+    number[first, second] = number[second, first] = torch.arange(len(first), device=a.device)
+    return a.square() if T == 1 else a[:, :, first] * a[:, :, second], number
+
+
+def _by_pairs(variances: Sequence[Tensor], a: Tensor, g: Tensor, form: CovarianceForm) -> list[Tensor]:
+    (G, B, T, I), O = a.shape, g.shape[4]
+    g = g.permute(1, 2, 3, 0, 4)  # [G, B, T, K, O]
+    few = max(1, PIECE // (G * T * (T + 1) // 2 * max(I, O) * a.element_size()))
+    totals: list[list[Tensor]] = [[] for _ in variances]
+    for start in range(0, B, few):
+        part = g[:, start : start + few]
+        pairs, number = _position_pairs(a[:, start : start + few])
+        rows = part.transpose(2, 3).flatten(3)  # [G, b, K, T·O]
+        for parts, W in zip(totals, variances, strict=True):
+            S = (pairs.flatten(1, 2) @ W.mT).unflatten(1, pairs.shape[1:3])[:, :, number]  # [G, b, T, T, O]
+            weighted = S[:, :, 0].unsqueeze(3) * part[:, :, :1]  # [G, b, T, K, O]
+            for t in range(1, T):
+                weighted = weighted + S[:, :, t].unsqueeze(3) * part[:, :, t : t + 1]
+            parts.append(form.product(weighted.transpose(2, 3).flatten(3), rows).sum(0))
+    return [torch.cat(parts) for parts in totals]
+
+
+def _by_jacobian(
     variances: Sequence[Tensor],
     a: Tensor,
     g: Tensor,
@@ -114,23 +162,128 @@ def _shared(
     left: Rotation | None,
     right: Rotation | None,
 ) -> list[Tensor]:
-    """In pieces that stay in the cache: a few examples at a time, and a few outputs of a large layer."""
+    """A few examples at a time, and a few outputs of a large layer."""
     (G, B, _, I), K, O = a.shape, g.shape[0], g.shape[4]
     totals = [form.zeros(B, K, g) for _ in variances]
-    examples = B if form.joint else max(1, CACHE // (G * K * O * I * a.element_size()))
-    outputs = O if left is not None else max(1, CACHE // (G * K * I * a.element_size()))
+    examples = B if form.joint else max(1, PIECE // (G * K * O * I * a.element_size()))
+    outputs = O if left is not None else max(1, PIECE // (G * K * I * a.element_size()))
     for start, low in product(range(0, B, examples), range(0, O, outputs)):
         part, units = slice(start, start + examples), slice(low, low + outputs)
-        gradient = g[:, :, part, :, units].permute(1, 2, 0, 4, 3)  # [G, b, K, o, T]
-        J = (gradient.flatten(2, 3) @ a[:, part]).reshape(*gradient.shape[:4], -1)  # [G, b, K, o, I]
-        J = J if right is None else right(J.flatten(1, 3), -1).reshape(*J.shape[:4], -1)
+        J = _jacobian_of(a[:, part], g[:, :, part, :, units])
+        J = J if right is None else right(J.flatten(1, 3), -1).unflatten(1, J.shape[1:4])
         J = J if left is None else left(J.permute(1, 2, 0, 3, 4), -2).permute(2, 0, 1, 3, 4)
         J = J.flatten(3)  # [G, b, K, o·I]
         J = J.flatten(1, 2) if form.joint else J
         for total, W in zip(totals, variances, strict=True):
             weights = (W if left is not None else W[:, units]).reshape(G, *[1] * (J.ndim - 2), J.shape[-1])
-            total[slice(None) if form.joint else part] += form.weighted(J, weights).sum(0)
+            rows = J * weights.sqrt()
+            total[slice(None) if form.joint else part] += form.product(rows, rows).sum(0)
     return totals
+
+
+def _jacobian_of(a: Tensor, g: Tensor) -> Tensor:
+    """# [G, b, T, I], [K, G, b, T, o] -> [G, b, K, o, I]"""
+    gradient = g.permute(1, 2, 0, 4, 3)  # [G, b, K, o, T]
+    return (gradient.flatten(2, 3) @ a).unflatten(2, gradient.shape[2:4])
+
+
+@dataclass(frozen=True, eq=False)
+class EigenvalueGroups:
+    """Eigenvalues in groups `width` wide in log; all up to `negligible` are one group. An eigenvalue counts in the mean
+    of its group in proportion to its size, as in the data."""
+
+    index: Tensor  # the group of each eigenvalue [n]
+    means: Tensor  # [q]
+    log_variances: Tensor  # [q]
+
+    @staticmethod
+    def of(values: Tensor, width: float, negligible: Tensor | float) -> EigenvalueGroups:
+        values = in_float64(values)
+        small = values <= negligible
+        log = values.where(~small, values.amax()).log()
+        numbers = ((log.amax() - log) / width).floor().long()
+        index = numbers.masked_fill(small, -1).unique(return_inverse=True)[1]
+        share = values.new_zeros(int(index.amax()) + 1).index_add(0, index, values)[index]
+        share = (values / share).nan_to_num(1.0)  # [n]
+
+        def mean(numbers: Tensor) -> Tensor:
+            return numbers.new_zeros(int(index.amax()) + 1).index_add(0, index, share * numbers)
+
+        log_means = mean(log)
+        variances = mean((log - log_means[index]).square())
+        has_small = bool(small.any())
+        means = log_means.exp()
+        if has_small:  # the first group
+            means[0], variances[0] = mean(values.where(small, 0))[0], 0
+        return EigenvalueGroups(index, means, variances)
+
+    def sorted(self) -> tuple[Tensor, list[slice]]:
+        """The order of eigenvalues by group, and the part of each group."""
+        ends = self.index.bincount().cumsum(0).tolist()
+        return self.index.argsort(stable=True), [slice(*ends_) for ends_ in zip([0, *ends], ends, strict=False)]
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedSpectrum:
+    """The eigenvalues `λ_o μ_i` of a layer in groups, and the weights of each pair of groups for all priors."""
+
+    left: EigenvalueGroups
+    right: EigenvalueGroups
+    weights: Tensor  # [p, q, priors]
+
+    @staticmethod
+    def of(left: Tensor, right: Tensor, shifts: Tensor) -> GroupedSpectrum:
+        """# [O], [I], [priors]"""
+        left, right, δ = in_float64(left), in_float64(right), in_float64(shifts)
+        least, tiny = NEGLIGIBLE * δ.amin(), torch.finfo(left.dtype).tiny
+        p = EigenvalueGroups.of(left, LEFT_WIDTH, least / right.amax().clamp(min=tiny))
+        q = EigenvalueGroups.of(right, RIGHT_WIDTH, least / left.amax().clamp(min=tiny))
+        s = (p.means.unsqueeze(-1) * q.means).unsqueeze(-1)  # [p, q, 1]
+        v = (p.log_variances.unsqueeze(-1) + q.log_variances).unsqueeze(-1)
+        return GroupedSpectrum(p, q, (1 + v / 2 * s * (s - δ) / (s + δ).square()) / (s + δ))
+
+    def covariances(self, a: Tensor, g: Tensor, form: CovarianceForm) -> list[Tensor]:
+        """One for each prior, from rotated inputs `[1, B, T, I]` and gradients `[K, 1, B, T, O]`."""
+        if pairs_first(g, form):
+            return self._by_pairs(a, g, form)
+        (_, B, _, I), K, O = a.shape, g.shape[0], g.shape[4]
+        few = max(1, PIECE // (K * O * I * a.element_size()))
+        parts = [
+            self.of_rows(_jacobian_of(a[:, start : start + few], g[:, :, start : start + few])[0], form)
+            for start in range(0, B, few)
+        ]
+        return [torch.cat(of_prior) for of_prior in zip(*parts, strict=True)]
+
+    def of_rows(self, J: Tensor, form: CovarianceForm) -> list[Tensor]:
+        """One for each prior, from a rotated Jacobian `[B, K, O, I]`."""
+        (of_left, left), (of_right, right) = self.left.sorted(), self.right.sorted()
+        J = J.index_select(-2, of_left).index_select(-1, of_right)
+        weights, total = cast_like(self.weights, J), None
+        for p, rows in enumerate(left):
+            cells = [J[:, :, rows, columns].flatten(2) for columns in right]
+            C = torch.stack([form.product(cell, cell) for cell in cells], -1)  # [B, K, (K), q]
+            total = C @ weights[p] if total is None else total + C @ weights[p]
+        assert total is not None
+        return list(total.unbind(-1))
+
+    def _by_pairs(self, a: Tensor, g: Tensor, form: CovarianceForm) -> list[Tensor]:
+        K, _, B, T, _ = g.shape
+        pairs, number = _position_pairs(a)
+        columns = self.right.index
+        R = pairs.new_zeros(*pairs.shape[1:3], len(self.right.means)).index_add(-1, columns, pairs[0])[:, number]
+        order, left = self.left.sorted()
+        rows = g[:, 0].permute(1, 0, 2, 3).index_select(-1, order)  # [B, K, T, O]
+        weights, total = cast_like(self.weights, g), None
+        for p, part in enumerate(left):
+            h = rows[..., part]
+            if form.marginal:
+                H = (h @ h.mT).flatten(2)  # [B, K, T·T]
+            else:
+                H = (h.flatten(1, 2) @ h.flatten(1, 2).mT).reshape(B, K, T, K, T).transpose(2, 3).reshape(B, K * K, -1)
+            term = H @ (R.flatten(1, 2) @ weights[p])  # [B, K or K·K, priors]
+            total = term if total is None else total + term
+        assert total is not None
+        return list((total if form.marginal else total.unflatten(1, (K, K))).unbind(-1))
 
 
 class JacobianColumns:

@@ -68,7 +68,7 @@ def test_a_layer_that_is_called_twice() -> None:
 @pytest.mark.parametrize("form", ["example", "joint", "marginal"])
 @pytest.mark.parametrize("cache", [1, 2**22])
 def test_the_order_of_rotations_does_not_matter(T: int, form: str, cache: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_covariance, "CACHE", cache)
+    monkeypatch.setattr(output_covariance, "PIECE", cache)
     (K, G, B, O, I), wanted = (3, 2, 4, 3, 5), CovarianceForm(form)
     a, g, W = real(G, B, T, I), real(K, G, B, T, O, seed=1), real(G, O, I, seed=2).square()
     Q_G, Q_A = (torch.linalg.qr(real(G, n, n, seed=n))[0] for n in (O, I))

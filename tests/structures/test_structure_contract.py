@@ -166,13 +166,13 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {  # of all outputs' covariance [
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("positions", [1, 3])
-@pytest.mark.parametrize("cache", [output_covariance.CACHE, 1])
+@pytest.mark.parametrize("cache", [output_covariance.PIECE, 1])
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_covariance_of_outputs_is_that_of_the_layers_jacobian(
     name: str, cache: int, positions: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For several priors at once, and in pieces of any size."""
-    monkeypatch.setattr(output_covariance, "CACHE", cache)
+    monkeypatch.setattr(output_covariance, "PIECE", cache)
     (G, O, I), make = LAYERS[name]
     B, K = 5, 2
     a, g = random(G, B, positions, I, seed=43), random(K, G, B, positions, O, seed=44)
