@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
@@ -33,11 +33,11 @@ from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.processes import is_sharded, reshard
 from lightning_bayes.network.subset import trainable
 from lightning_bayes.options.fit import prior_option
-from lightning_bayes.options.tuning import Tuning, tuning_option
+from lightning_bayes.options.tuning import TuneWord, Tuning, tuning_option
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.posterior.gaussian import NEEDS_WHOLE
 from lightning_bayes.posterior.moments import (
-    SCALINGS,
+    Scaling,
     check_l2m,
     check_optimizers,
     default_loss_scale,
@@ -87,17 +87,17 @@ class L2MCallback(PosteriorCallback):
         self,
         likelihood: str | Likelihood = "classification",
         *,
-        scaling: str = "dataset",
+        scaling: Scaling = "dataset",
         prior_precision: float | list[float] | None = None,
         prior: Any = None,
         loss_scale: float | None = None,
         n_data: int | None = None,
-        tune: str | Tuning | None = "auto",
+        tune: TuneWord | Tuning | None = "auto",
         name: str = "l2m",
         **use: Any,
     ) -> None:
         super().__init__(likelihood, name=name, **use)
-        self.scaling, self.prior_precision = word("scaling", scaling, SCALINGS), plain_values(prior_precision)
+        self.scaling, self.prior_precision = word("scaling", scaling, get_args(Scaling)), plain_values(prior_precision)
         check_l2m(self.prior_precision, loss_scale)
         self._prior = CallbackPrior(prior_option(prior), self.network.name, mean_only)
         self.loss_scale, self.n_data = loss_scale, None if n_data is None else count("n_data", n_data)

@@ -13,7 +13,7 @@ import math
 import os
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -40,15 +40,15 @@ from lightning_bayes.network import Processes
 from lightning_bayes.network.gathered_layer import gathered
 from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.network.processes import is_sharded, reshard
-from lightning_bayes.options.fit import FisherMC, LowRank, StructureOption
+from lightning_bayes.options.fit import CurvatureWord, FisherMC, LowRank, StructureOption, StructureWord, SubsetWord
 from lightning_bayes.options.predictive import GP
-from lightning_bayes.options.tuning import Tuning, tuning_option
+from lightning_bayes.options.tuning import TuneWord, Tuning, tuning_option
 from lightning_bayes.posterior import LaplacePosterior, Subnetwork, fit_laplace
 from lightning_bayes.posterior.fit import LaplaceOptions, fit_posterior
 from lightning_bayes.posterior.prior import GaussianPrior
 from lightning_bayes.trainer.checkpoints import (
-    WEIGHTS,
     CheckpointError,
+    WeightsWord,
     checkpoints_to_fit,
     is_of_weights,
     save_interrupt_checkpoint,
@@ -113,13 +113,13 @@ class LaplaceCallback(PosteriorCallback):
         self,
         likelihood: str | Likelihood = "classification",
         *,
-        structure: str | StructureOption = "kron",
-        subset: str | list[str] | Subnetwork = "all",
-        curvature: str | FisherMC = "auto",
+        structure: StructureWord | StructureOption = "kron",
+        subset: SubsetWord | list[str] | Subnetwork = "all",
+        curvature: CurvatureWord | FisherMC = "auto",
         prior_precision: float | list[float] = 1.0,
         prior: Any = None,
-        tune: str | Tuning | None = "auto",
-        weights: str = "both",
+        tune: TuneWord | Tuning | None = "auto",
+        weights: WeightsWord = "both",
         data: Any = None,
         name: str = "laplace",
         **use: Any,
@@ -130,7 +130,7 @@ class LaplaceCallback(PosteriorCallback):
         self._prior = CallbackPrior(self.options.prior, self.network.name, self.options.with_prior)
         self.tune = tuning_option(tune)
         self.options.check_tuning(self.tune, self.likelihood)
-        self.weights = word("weights", weights, WEIGHTS)
+        self.weights = word("weights", weights, get_args(WeightsWord))
         self._data = FitLoader(data)
         check_passes(self.structure, self._data.source)
         self._probe: LastLayerProbe | None = None  # of a sharded network

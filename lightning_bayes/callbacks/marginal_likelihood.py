@@ -41,8 +41,8 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, inputs
 from lightning_bayes.network.accumulation import float64_device
 from lightning_bayes.network.subset import layer_of
-from lightning_bayes.options.fit import FisherMC, StructureOption
-from lightning_bayes.options.tuning import Learning, learning_option
+from lightning_bayes.options.fit import CurvatureWord, FisherMC, StructureOption, StructureWord, SubsetWord
+from lightning_bayes.options.tuning import EvidenceWord, Learning, learning_option
 from lightning_bayes.posterior import LaplacePosterior, PosteriorError, Subnetwork
 from lightning_bayes.posterior.moments import default_loss_scale
 from lightning_bayes.posterior.prior import PriorError, as_precision
@@ -89,12 +89,12 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         self,
         likelihood: str | Likelihood = "classification",
         *,
-        evidence: str | Learning = "marglik",
+        evidence: EvidenceWord | Learning = "marglik",
         every_n_epochs: int = 1,
         burn_in_epochs: int = 0,
-        structure: str | StructureOption = "kron",
-        subset: str | list[str] = "all",
-        curvature: str | FisherMC = "auto",
+        structure: StructureWord | StructureOption = "kron",
+        subset: SubsetWord | list[str] = "all",
+        curvature: CurvatureWord | FisherMC = "auto",
         prior_precision: float | list[float] = 1.0,
         prior: Any = None,
         data: Any = None,
@@ -400,7 +400,7 @@ class PriorGradient:
         self,
         name: str,
         network_in: Callable[[LightningModule], nn.Module],
-        subset: str | list[str],
+        subset: SubsetWord | list[str],
         prior_precision: Any,
         prior: CallbackPrior,
         scale: LossScale,

@@ -30,7 +30,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -45,8 +45,8 @@ from lightning_bayes.network.borrowed import at_weights, call_with, generator_on
 from lightning_bayes.network.private import refuse_recomputation
 from lightning_bayes.network.subset import check_subset, resolve_subset
 from lightning_bayes.options.callback import Memory, memory_option
-from lightning_bayes.options.fit import DIAGONAL_METHODS
-from lightning_bayes.options.predictive import PredictiveOption
+from lightning_bayes.options.fit import DiagonalMethod, SubsetWord
+from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
 from lightning_bayes.posterior import LaplacePosterior, from_curvature
 from lightning_bayes.structures import Diagonal
 from lightning_bayes.trainer.checkpoints import CheckpointInfo, put_calibrations
@@ -90,21 +90,21 @@ class OnlineLaplaceCallback(PosteriorCallback):
         *,
         memory_factor: float = 1e-4,
         prior_precision: float = 1.0,
-        hessian: str = "auto",
-        subset: str | list[str] = "all",
+        hessian: DiagonalMethod = "auto",
+        subset: SubsetWord | list[str] = "all",
         memory: Memory | None = None,
         train_samples: int = 1,
         same_sample: bool = False,
         max_std: float | None = None,
         n_data: int | None = None,
-        predictive: str | PredictiveOption = "bnn",
+        predictive: PredictiveWord | PredictiveOption = "bnn",
         name: str = "online_laplace",
         **use: Any,
     ) -> None:
         super().__init__(likelihood, predictive=predictive, name=name, **use)
         self.rule = MemoryRule(memory_factor, prior_precision, max_std, memory_option(memory))
         check_subset(subset)
-        self.subset, self.hessian = plain_values(subset), word("hessian", hessian, DIAGONAL_METHODS)
+        self.subset, self.hessian = plain_values(subset), word("hessian", hessian, get_args(DiagonalMethod))
         self.train_samples = count("train_samples", train_samples)
         self.same_sample = flag("same_sample", same_sample)
         self.n_data = None if n_data is None else count("n_data", n_data)
@@ -389,7 +389,7 @@ class SampledNetwork:
 
 
 def trace(
-    network: nn.Module, x: Any, subset: str | list[str], likelihood: Likelihood, hessian: str, threshold: float
+    network: nn.Module, x: Any, subset: SubsetWord | list[str], likelihood: Likelihood, hessian: str, threshold: float
 ) -> BatchDiagonal:
     """Choose how to compute the diagonal of a batch; raise an error if the network does not support it."""
     chosen = choose_subset(network, x, subset)

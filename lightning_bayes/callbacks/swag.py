@@ -22,7 +22,7 @@ from lightning_bayes.arguments import count, format_value, is_number
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes
 from lightning_bayes.network.loaders import ProgressLoader
-from lightning_bayes.options.predictive import PredictiveOption
+from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.moments import WeightMoments, update_statistics, with_statistics
 from lightning_bayes.trainer.checkpoints import CheckpointInfo, copied_tensors, put_posterior, restore_tensors, share
@@ -72,7 +72,7 @@ class SWAGCallback(PosteriorCallback):
         every_n_epochs: int = 1,
         every_n_steps: int | None = None,
         data: Any = None,
-        predictive: str | PredictiveOption = "bnn",
+        predictive: PredictiveWord | PredictiveOption = "bnn",
         name: str = "swag",
         **use: Any,
     ) -> None:

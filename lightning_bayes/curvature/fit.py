@@ -33,10 +33,13 @@ from lightning_bayes.network.loaders import ProgressLoader, check_loader, reads_
 from lightning_bayes.network.output import output_of, read_as, unwrap_output, wrap_output
 from lightning_bayes.network.subset import check_subset, resolve_subset
 from lightning_bayes.options.fit import (
+    CurvatureWord,
     FisherMC,
     LowRank,
     Network,
     StructureOption,
+    StructureWord,
+    SubsetWord,
     curvature_estimate,
     output_option,
     structure_option,
@@ -49,9 +52,9 @@ def fit_curvature(
     network: nn.Module,
     loader: Iterable[Any],
     likelihood: str | Likelihood = "classification",
-    structure: str | StructureOption = "kron",
-    subset: str | Sequence[str] | Tensor | Subset = "all",
-    curvature: str | FisherMC = "auto",
+    structure: StructureWord | StructureOption = "kron",
+    subset: SubsetWord | Sequence[str] | Tensor | Subset = "all",
+    curvature: CurvatureWord | FisherMC = "auto",
     *,
     seed: int = 0,
     progress: bool = False,
@@ -196,7 +199,7 @@ def log_likelihood(
     return data.learned()
 
 
-def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tensor | Subset) -> Subset:
+def choose_subset(network: nn.Module, x: Any, subset: SubsetWord | Sequence[str] | Tensor | Subset) -> Subset:
     """Resolve `subset` to parameters; tracing `network` on `x` finds the last layer."""
     if isinstance(subset, Subset):
         return subset

@@ -38,7 +38,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ from lightning_bayes.network import DataError, Processes
 from lightning_bayes.network.accumulation import in_float64, number_like
 from lightning_bayes.network.loaders import check_loader, progress_bar
 from lightning_bayes.options.predictive import predictive_option
-from lightning_bayes.options.tuning import CALIBRATIONS, Tuning, tuning_option
+from lightning_bayes.options.tuning import CalibrateWord, TuneWord, Tuning, tuning_option
 from lightning_bayes.posterior.fit import say_rank
 from lightning_bayes.posterior.gaussian import PosteriorError, implementation, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
@@ -69,10 +69,10 @@ _SAME = 0.01  # evidences that differ by fewer nats count as equal
 @torch.inference_mode(False)
 def tune(
     posterior: LaplacePosterior,
-    method: str | Tuning,
+    method: TuneWord | Tuning,
     loader: Iterable[Any] | None,
     predictive: Any,
-    calibrate: str | None,
+    calibrate: CalibrateWord | None,
     seed: int,
     progress: bool,
     processes: Processes | None,
@@ -81,7 +81,7 @@ def tune(
     tuning, option = tuning_option(method), predictive_option(predictive)
     if tuning is None:
         raise ValueError("tune_prior(None) tunes nothing: name a method, such as 'auto'")
-    word("calibrate", calibrate, CALIBRATIONS)
+    word("calibrate", calibrate, (*get_args(CalibrateWord), None))
     check_seed("seed", seed)
     flag("progress", progress)
     check_processes(processes)

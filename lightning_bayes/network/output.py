@@ -7,12 +7,11 @@ Inside the package every output is one tensor with its classes in dimension 1, a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import format_value, integer
 from lightning_bayes.network.errors import OutputError
 
 DEFAULT_KEY = "logits"
@@ -20,7 +19,7 @@ DEFAULT_KEY = "logits"
 
 @dataclass(frozen=True)
 class Output:
-    """How to read a network's return value.
+    """How to read a network's return value. `options.Network` checks what users give.
 
     Args:
         key: The entry, attribute or index of `f`; None for a tensor, or for the entry `logits`.
@@ -28,7 +27,6 @@ class Output:
         together: Whether examples are rows of the output only, like the nodes of a graph, so an input cannot be split.
         squeeze: Whether a single output has an extra dimension, `[B, 1]`, that its target lacks.
         listed: Whether an input is a list with one entry per example.
-        error: The exception class for invalid arguments.
     """
 
     key: str | int | None = None
@@ -36,15 +34,6 @@ class Output:
     together: bool = False
     squeeze: bool = False
     listed: bool = False
-    error: InitVar[type[Exception]] = ValueError
-
-    def __post_init__(self, error: type[Exception]) -> None:
-        if self.key is not None and (isinstance(self.key, bool) or not isinstance(self.key, (str, int))):
-            raise error(f"output must be a key, an attribute's name or an index, got {format_value(self.key)}")
-        if self.key == "":
-            raise error("output must name an entry of what the network returns, got an empty string")
-        if self.class_dim is not None and integer("class_dim", self.class_dim, error) == 0:
-            raise error("class_dim=0 is the dimension of the examples: use 1, or -1 for the last")
 
     @property
     def is_default(self) -> bool:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_bayes.arguments import (
     between,
@@ -22,7 +22,10 @@ from lightning_bayes.arguments import (
 )
 from lightning_bayes.options.fit import Network
 from lightning_bayes.options.predictive import PredictiveOption
-from lightning_bayes.options.tuning import CALIBRATIONS
+from lightning_bayes.options.tuning import CalibrateWord
+
+PredictStepWord = Literal["replace", "keep", "both"]
+CurvatureAt = Literal["mean", "sample"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +35,11 @@ class UseOptions:
     name: str  # suffix of logged numbers, key among several callbacks, part of a file's name
     predictive: PredictiveOption
     network: Network = field(default_factory=Network)
-    calibrate: str | None = "auto"
+    calibrate: CalibrateWord | None = "auto"
     ood: bool = False
     plots: bool = False
     save: bool | str | None = None
-    predict_step: str = "replace"
+    predict_step: PredictStepWord = "replace"
     seed: int = 0
     progress: bool = True
 
@@ -46,10 +49,10 @@ class UseOptions:
             raise ValueError("name='map' is the name of the plain network's own scores: choose another")
         if "/" in self.name or "\\" in self.name:
             raise ValueError(f"name must not contain a slash, got {self.name!r}")
-        word("calibrate", self.calibrate, CALIBRATIONS)
+        word("calibrate", self.calibrate, (*get_args(CalibrateWord), None))
         flag("ood", self.ood)
         flag("plots", self.plots)
-        word("predict_step", self.predict_step, ("replace", "keep", "both"))
+        word("predict_step", self.predict_step, get_args(PredictStepWord))
         seed("seed", self.seed)
         flag("progress", self.progress)
         save = self.save
@@ -77,7 +80,7 @@ class Memory:
     scale: float = 1.0
     extrapolate: bool = True
     initial_curvature: float = 0.0
-    curvature_at: Literal["mean", "sample"] = "mean"
+    curvature_at: CurvatureAt = "mean"
     threshold: float = 256
 
     def __post_init__(self) -> None:
@@ -85,7 +88,7 @@ class Memory:
         positive("scale", self.scale)
         flag("extrapolate", self.extrapolate)
         not_negative("initial_curvature", self.initial_curvature)
-        word("curvature_at", self.curvature_at, ("mean", "sample"))
+        word("curvature_at", self.curvature_at, get_args(CurvatureAt))
         between("threshold", self.threshold, 0, math.inf)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from lightning_bayes.arguments import (
     count,
@@ -21,14 +21,12 @@ from lightning_bayes.arguments import (
     word,
 )
 
-WeightSharing = Literal["expand", "reduce"]
-DiagonalMethod = Literal["exact", "approx", "mixed", "auto"]
+StructureWord = Literal["kron", "ekfac", "diag", "full", "lowrank"]
+SubsetWord = Literal["all", "last_layer"]
 CurvatureWord = Literal["auto", "ggn", "fisher_mc", "empirical_fisher"]
-
-WEIGHT_SHARINGS = ("expand", "reduce")
-DAMPINGS = (None, "glm", "ritter")
-DIAGONAL_METHODS = ("exact", "approx", "mixed", "auto")
-CURVATURES = ("auto", "ggn", "fisher_mc", "empirical_fisher")
+WeightSharing = Literal["expand", "reduce"]
+Damping = Literal["glm", "ritter"]
+DiagonalMethod = Literal["exact", "approx", "mixed", "auto"]
 
 
 class StructureOption:
@@ -71,7 +69,7 @@ class Kron(StructureOption):
 
     rank: int | Literal["auto"] | None = None
     weight_sharing: WeightSharing = "expand"
-    damping: Literal["glm", "ritter"] | None = None
+    damping: Damping | None = None
     updatable: bool = False
 
     def __post_init__(self) -> None:
@@ -81,8 +79,8 @@ class Kron(StructureOption):
             )
         if self.rank is not None and self.rank != "auto":
             count("rank", self.rank)
-        word("weight_sharing", self.weight_sharing, WEIGHT_SHARINGS)
-        word("damping", self.damping, DAMPINGS)
+        word("weight_sharing", self.weight_sharing, get_args(WeightSharing))
+        word("damping", self.damping, (None, *get_args(Damping)))
         flag("updatable", self.updatable)
 
 
@@ -100,7 +98,7 @@ class EKFAC(StructureOption):
     weight_sharing: WeightSharing = "expand"
 
     def __post_init__(self) -> None:
-        word("weight_sharing", self.weight_sharing, WEIGHT_SHARINGS)
+        word("weight_sharing", self.weight_sharing, get_args(WeightSharing))
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class Diag(StructureOption):
     method: DiagonalMethod = "exact"
 
     def __post_init__(self) -> None:
-        word("method", self.method, DIAGONAL_METHODS)
+        word("method", self.method, get_args(DiagonalMethod))
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,7 @@ def curvature_estimate(curvature: Any, structure: StructureOption) -> tuple[str,
     estimate, samples = curvature, 1
     if isinstance(curvature, FisherMC):
         estimate, samples = "fisher_mc", curvature.samples
-    word("curvature", estimate, CURVATURES)
+    word("curvature", estimate, get_args(CurvatureWord))
     if structure.method != "exact" and estimate not in ("auto", "ggn"):
         raise ValueError(f"{structure} is a diagonal of the GGN and needs curvature='ggn', got curvature={estimate!r}")
     return estimate, samples

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from lightning_bayes.arguments import count, format_value, resolve_option, word
 
-SELECTIONS = ("random", "leverage")
-OUTPUTS = ("auto", "joint", "independent")
+PredictiveWord = Literal["glm", "bnn", "gp", "map"]
+ConformalScore = Literal["aps", "raps", "lac"]
+Selection = Literal["random", "leverage"]
+Outputs = Literal["auto", "joint", "independent"]
 
 
 class PredictiveOption:
@@ -79,16 +81,16 @@ class GP(PredictiveOption):
     is_linear = True
 
     points: int | None = 1000
-    selection: Literal["random", "leverage"] = "random"
-    outputs: Literal["auto", "joint", "independent"] = "auto"
+    selection: Selection = "random"
+    outputs: Outputs = "auto"
     link: str | None = None
     samples: int = 100
 
     def __post_init__(self) -> None:
         if self.points is not None:
             count("points", self.points)
-        word("selection", self.selection, SELECTIONS)
-        word("outputs", self.outputs, OUTPUTS)
+        word("selection", self.selection, get_args(Selection))
+        word("outputs", self.outputs, get_args(Outputs))
         self._check()
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_bayes.arguments import count, flag, format_value, from_mapping, positive, word
 
-METHODS = ("auto", "marglik", "mackay", "linear", "grid")
-GROUPS = (None, "layers", "normalised")
-CALIBRATIONS = ("auto", "outputs", "probs", None)
+TuneWord = Literal["auto", "marglik", "mackay", "linear", "grid"]
+Groups = Literal["layers", "normalised"]
+Fisher = Literal["weights", "optimum"]
+CalibrateWord = Literal["auto", "outputs", "probs"]
+EvidenceWord = Literal["marglik", "mackay", "linear"]
+Keep = Literal["best", "last"]
 _EVIDENCE = {"groups", "noise", "steps"}
 _USED = {  # the fields that a method reads
     "auto": set(),
@@ -49,28 +52,28 @@ class Tuning:
             precision times 13 factors from 0.1 to 1000 (GLM paper, table 2).
     """
 
-    method: str = "auto"
-    groups: Literal["layers", "normalised"] | None = None
+    method: TuneWord = "auto"
+    groups: Groups | None = None
     noise: bool = True
     steps: int | None = None
     tolerance: float | None = None
     iterate: bool = False
     passes: int = 10
-    fisher: Literal["weights", "optimum"] = "weights"
+    fisher: Fisher = "weights"
     metric: Any = field(default=None, compare=False)
     low: float | None = None
     high: float | None = None
     size: int | None = None
 
     def __post_init__(self) -> None:
-        word("tune", self.method, METHODS)
-        word("groups", self.groups, GROUPS)
+        word("tune", self.method, get_args(TuneWord))
+        word("groups", self.groups, (None, *get_args(Groups)))
         flag("noise", self.noise)
         count("steps", 1 if self.steps is None else self.steps)
         positive("tolerance", 1 if self.tolerance is None else self.tolerance)
         flag("iterate", self.iterate)
         count("passes", self.passes, 2)
-        word("fisher", self.fisher, ("weights", "optimum"))
+        word("fisher", self.fisher, get_args(Fisher))
         low = positive("low", 1e-4 if self.low is None else self.low)
         high = positive("high", 1e4 if self.high is None else self.high)
         if not low < high:
@@ -95,7 +98,7 @@ class Tuning:
     @property
     def by_evidence(self) -> bool:
         """Whether the evidence chooses."""
-        return self.method in ("marglik", "mackay", "linear")
+        return self.method in get_args(EvidenceWord)
 
     @property
     def needs_exact_sum(self) -> bool:
@@ -120,20 +123,20 @@ class Learning:
         n_data: examples in the training data; None counts them.
     """
 
-    method: Literal["marglik", "mackay", "linear"] = "marglik"
+    method: EvidenceWord = "marglik"
     steps: int = 10
     lr: float = 0.1
     noise: bool = True
-    keep: Literal["best", "last"] = "best"
+    keep: Keep = "best"
     loss_scale: float | None = None
     n_data: int | None = None
 
     def __post_init__(self) -> None:
-        word("evidence", self.method, ("marglik", "mackay", "linear"))
+        word("evidence", self.method, get_args(EvidenceWord))
         count("steps", self.steps)
         positive("lr", self.lr)
         flag("noise", self.noise)
-        word("keep", self.keep, ("best", "last"))
+        word("keep", self.keep, get_args(Keep))
         positive("loss_scale", 1 if self.loss_scale is None else self.loss_scale)
         count("n_data", 1 if self.n_data is None else self.n_data)
 
@@ -142,7 +145,7 @@ def tuning_option(tune: Any) -> Tuning | None:
     """The option that `tune=` means."""
     if tune is None or isinstance(tune, Tuning):
         return tune
-    return from_mapping("tune", tune, Tuning) if isinstance(tune, Mapping) else Tuning(word("tune", tune, METHODS))
+    return from_mapping("tune", tune, Tuning) if isinstance(tune, Mapping) else Tuning(tune)
 
 
 def learning_option(evidence: Any) -> Learning:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,14 @@ from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.output import read_as, wrap_output
 from lightning_bayes.network.subset import check_subset
 from lightning_bayes.options.fit import (
+    CurvatureWord,
     FisherMC,
     Full,
     Network,
     Prior,
     StructureOption,
+    StructureWord,
+    SubsetWord,
     curvature_estimate,
     output_option,
     prior_option,
@@ -148,9 +151,9 @@ def fit_laplace(
     loader: Iterable[Any],
     likelihood: str | Likelihood = "classification",
     *,
-    structure: str | StructureOption = "kron",
-    subset: str | Sequence[str] | Tensor | Subnetwork = "all",
-    curvature: str | FisherMC = "auto",
+    structure: StructureWord | StructureOption = "kron",
+    subset: SubsetWord | Sequence[str] | Tensor | Subnetwork = "all",
+    curvature: CurvatureWord | FisherMC = "auto",
     prior_precision: float | Tensor | Sequence[float] = 1.0,
     prior: Prior | GaussianPosterior | None = None,
     gp: int | GP | None = None,
@@ -296,7 +299,7 @@ def update(
         likelihood=posterior.likelihood,
         structure=_structure(old),
         subset=posterior.subset,
-        curvature=FisherMC(old.samples) if old.kind == "fisher_mc" else old.kind,
+        curvature=FisherMC(old.samples) if old.kind == "fisher_mc" else cast(CurvatureWord, old.kind),
         seed=old.seed,
         progress=progress,
         processes=processes,

@@ -48,7 +48,7 @@ from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, unwrap
 from lightning_bayes.network.errors import check_device, check_network
 from lightning_bayes.network.input_graph import attached, check_differentiable
-from lightning_bayes.options.predictive import PredictiveOption
+from lightning_bayes.options.predictive import ConformalScore, PredictiveOption, PredictiveWord
 from lightning_bayes.posterior.at_mean import has_weights, linearised_outputs
 from lightning_bayes.posterior.summary import PosteriorSummary, one_line, summarise
 from lightning_bayes.structures import Structure
@@ -285,7 +285,7 @@ class GaussianPosterior:
     def predict(
         self,
         x: Any,
-        predictive: str | PredictiveOption = "glm",
+        predictive: PredictiveWord | PredictiveOption = "glm",
         *,
         generator: torch.Generator | None = None,
         calibrated: bool = True,
@@ -339,7 +339,7 @@ class GaussianPosterior:
     def calibrate(
         self: Posterior,
         loader: Iterable[Any],
-        predictive: str | PredictiveOption = "glm",
+        predictive: PredictiveWord | PredictiveOption = "glm",
         *,
         of: str = "outputs",
         seed: int = 0,
@@ -364,8 +364,8 @@ class GaussianPosterior:
         self,
         loader: Iterable[Any],
         level: float = 0.9,
-        method: str = "aps",
-        predictive: str | PredictiveOption = "glm",
+        method: ConformalScore = "aps",
+        predictive: PredictiveWord | PredictiveOption = "glm",
         *,
         seed: int = 0,
         randomised: bool = True,

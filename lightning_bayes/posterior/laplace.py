@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.accumulation import cast_like, float64_device, in_float64, number_like
 from lightning_bayes.network.borrowed import preserved_rng
-from lightning_bayes.options.predictive import PredictiveOption
-from lightning_bayes.options.tuning import Tuning
+from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
+from lightning_bayes.options.tuning import CalibrateWord, TuneWord, Tuning
 from lightning_bayes.posterior.function_space import GaussianProcess
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, implementation
 from lightning_bayes.posterior.prior import GaussianPrior, as_precision, per_layer_sums, per_parameter
@@ -303,11 +303,11 @@ class LaplacePosterior(GaussianPosterior):
 
     def tune_prior(
         self,
-        method: str | Tuning = "auto",
+        method: TuneWord | Tuning = "auto",
         loader: Iterable[Any] | None = None,
         *,
-        predictive: str | PredictiveOption = "glm",
-        calibrate: str | None = "auto",
+        predictive: PredictiveWord | PredictiveOption = "glm",
+        calibrate: CalibrateWord | None = "auto",
         seed: int = 0,
         progress: bool = False,
         processes: Processes | None = None,
@@ -333,7 +333,7 @@ class LaplacePosterior(GaussianPosterior):
     def refine(
         self,
         loader: Iterable[Any],
-        method: str = "laplace",
+        method: Literal["laplace", "variational"] = "laplace",
         passes: int = 200,
         tolerance: float = 1e-6,
         samples: int = 256,

@@ -46,7 +46,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,6 @@ from lightning_bayes.posterior.sharded import ShardedPosterior
 from lightning_bayes.structures import Diagonal
 
 Scaling = Literal["dataset", "paper"]
-SCALINGS = ("dataset", "paper")
 DEAD = 1e-3  # a weight is dead if its √v̂ + ε is below this share of its parameter's typical value
 
 
@@ -109,7 +108,7 @@ def fit_l2m(
         n_outputs: the number of targets per example, for that default; torch's losses average over them.
     """
     likelihood, network = resolve(likelihood), check_network(unwrap(network))
-    word("scaling", scaling, SCALINGS)
+    word("scaling", scaling, get_args(Scaling))
     count("n_data", n_data, 1 if scaling == "dataset" else 0)
     if positive("batch_size", batch_size) < 1 and scaling == "dataset":
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")

@@ -30,7 +30,7 @@ from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.processes import local, placed_like, reshard, whole
 from lightning_bayes.network.subset import layer_of
-from lightning_bayes.options.predictive import PredictiveOption, predictive_option
+from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord, predictive_option
 from lightning_bayes.posterior.files import FORMAT, likelihood_from, read
 from lightning_bayes.posterior.fit import from_curvature
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, check_parameters, implements
@@ -101,7 +101,7 @@ class ShardedPosterior(LaplacePosterior):
     def predict(
         self,
         x: Any,
-        predictive: str | PredictiveOption = "bnn",
+        predictive: PredictiveWord | PredictiveOption = "bnn",
         *,
         generator: torch.Generator | None = None,
         calibrated: bool = True,

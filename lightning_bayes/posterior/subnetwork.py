@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from lightning_bayes.posterior.prior import as_precision, per_parameter
 
 logger = logging.getLogger("lightning_bayes")
 
-CRITERIA = ("laplace_diag", "magnitude", "random")
+Criterion = Literal["laplace_diag", "magnitude", "random"]
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,16 @@ class Subnetwork:
     """
 
     n: int
-    by: str | GaussianPosterior = "laplace_diag"
+    by: Criterion | GaussianPosterior = "laplace_diag"
     seed: int = 0
 
     def __post_init__(self) -> None:
         count("n", self.n)
         check_seed("seed", self.seed)
-        if not isinstance(self.by, GaussianPosterior) and (not isinstance(self.by, str) or self.by not in CRITERIA):
-            known = ", ".join(map(repr, CRITERIA))
+        if not isinstance(self.by, GaussianPosterior) and (
+            not isinstance(self.by, str) or self.by not in get_args(Criterion)
+        ):
+            known = ", ".join(map(repr, get_args(Criterion)))
             raise ValueError(f"unknown by {format_value(self.by)}: use one of {known}, or a fitted posterior")
         if isinstance(self.by, GaussianPosterior) and self.by.is_sharded:
             raise ValueError("by is a posterior whose weights are sharded over processes: gather it first")

@@ -46,7 +46,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ from lightning_bayes.network.accumulation import running_sum
 from lightning_bayes.network.borrowed import generator_on, preserved_rng
 from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.network.processes import as_bits, hashed, unit
-from lightning_bayes.options.predictive import PredictiveOption, predictive_option
+from lightning_bayes.options.predictive import ConformalScore, PredictiveOption, PredictiveWord, predictive_option
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.files import describe, read, write
 from lightning_bayes.posterior.gaussian import implements
@@ -94,7 +94,7 @@ class Conformal:
         prediction: Prediction,
         y: Tensor,
         level: float = 0.9,
-        method: str = "aps",
+        method: ConformalScore = "aps",
         *,
         randomised: bool = True,
         penalty: float = 0.01,
@@ -200,8 +200,8 @@ def conformalize(
     predictor: Predictor,
     loader: Iterable[Any],
     level: float = 0.9,
-    method: str = "aps",
-    predictive: str | PredictiveOption = "glm",
+    method: ConformalScore = "aps",
+    predictive: PredictiveWord | PredictiveOption = "glm",
     *,
     seed: int = 0,
     randomised: bool = True,
@@ -335,7 +335,6 @@ class TargetScores:
         return torch.randperm(R, generator=self._generator, device="cpu")[:POSITIONS].to(t.device)
 
 
-METHODS = ("aps", "raps", "lac")
 CERTAIN = 1e-6  # the probability that is left where ranks count, and what each counts
 
 
@@ -343,14 +342,14 @@ CERTAIN = 1e-6  # the probability that is left where ranks count, and what each 
 class ClassScore:
     """The score of classes, with its settings."""
 
-    method: str = "aps"
+    method: ConformalScore = "aps"
     randomised: bool = True
     penalty: float = 0.01
     free_classes: int = 5
     seed: int = 0
 
     def __post_init__(self) -> None:
-        word("method", self.method, METHODS)
+        word("method", self.method, get_args(ConformalScore))
         flag("randomised", self.randomised)
         not_negative("penalty", self.penalty)
         count("free_classes", self.free_classes, 0)

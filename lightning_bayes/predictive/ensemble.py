@@ -36,7 +36,7 @@ from lightning_bayes.likelihoods import ClassPredictive, Likelihood
 from lightning_bayes.network.borrowed import copied_generator
 from lightning_bayes.network.errors import submodule
 from lightning_bayes.network.output import unwrap_output
-from lightning_bayes.options.predictive import PredictiveOption
+from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.at_mean import same_weights
 from lightning_bayes.posterior.files import describe, posterior_in, read_any
@@ -128,7 +128,7 @@ class DeepEnsemble:
     def predict(
         self,
         x: Any,
-        predictive: str | PredictiveOption = "glm",
+        predictive: PredictiveWord | PredictiveOption = "glm",
         *,
         generator: torch.Generator | None = None,
     ) -> Prediction:
@@ -153,7 +153,7 @@ class DeepEnsemble:
     def predict_each(
         self,
         x: Any,
-        predictive: str | PredictiveOption = "glm",
+        predictive: PredictiveWord | PredictiveOption = "glm",
         *,
         generator: torch.Generator | None = None,
     ) -> list[Prediction]:
@@ -177,7 +177,7 @@ class DeepEnsemble:
         self,
         x: Any,
         y: Tensor,
-        predictive: str | PredictiveOption = "glm",
+        predictive: PredictiveWord | PredictiveOption = "glm",
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:

@@ -31,7 +31,7 @@ from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.errors import DataError
 from lightning_bayes.network.loaders import check_loader
-from lightning_bayes.options.predictive import PredictiveOption
+from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive.draws import SharedDraws
 from lightning_bayes.predictive.ensemble import DeepEnsemble
@@ -45,7 +45,7 @@ def evaluate(
     loader: Iterable[Any],
     ood_loaders: Sequence[Iterable[Any]] = (),
     *,
-    predictive: str | PredictiveOption = "glm",
+    predictive: PredictiveWord | PredictiveOption = "glm",
     seed: int = 0,
 ) -> dict[str, float]:
     """How good the predictions are on the `(x, y)` batches of `loader`.

@@ -28,7 +28,7 @@ from lightning_bayes.likelihoods.outputs import check_generator, draw_gaussian, 
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import copied_generator, generator_on, preserved_rng
 from lightning_bayes.network.input_graph import check_differentiable
-from lightning_bayes.options.predictive import PredictiveOption, predictive_option
+from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord, predictive_option
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.at_mean import outputs
 from lightning_bayes.posterior.function_space import process_gaussian
@@ -48,7 +48,7 @@ NEGLIGIBLE = 2.0**40  # a prior precision, exact in every dtype, that leaves onl
 def predict(
     posterior: GaussianPosterior,
     x: Any,
-    predictive: str | PredictiveOption = "glm",
+    predictive: PredictiveWord | PredictiveOption = "glm",
     *,
     generator: torch.Generator | None = None,
     calibrated: bool = True,

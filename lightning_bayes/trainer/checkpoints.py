@@ -33,7 +33,7 @@ from lightning_bayes.trainer.private import finish_writing, last_saved_path, las
 
 File = Path | str  # a URL stays a string: `Path` would drop one of its slashes
 Role = Literal["best", "last", "other"]
-WEIGHTS = ("both", "last", "best")
+WeightsWord = Literal["both", "last", "best"]
 
 
 class CheckpointError(RuntimeError):

@@ -23,9 +23,10 @@ from lightning_bayes.network.borrowed import generator_on, unwrap
 from lightning_bayes.network.gathered_layer import ungathered
 from lightning_bayes.network.output import Output, output_of, unwrap_output, wrap_output
 from lightning_bayes.network.processes import is_sharded
-from lightning_bayes.options.callback import UseOptions
+from lightning_bayes.options.callback import PredictStepWord, UseOptions
 from lightning_bayes.options.fit import Network, Prior, network_option
-from lightning_bayes.options.predictive import PredictiveOption, predictive_option
+from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord, predictive_option
+from lightning_bayes.options.tuning import CalibrateWord
 from lightning_bayes.plots.figure import require_matplotlib
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.files import read, read_any
@@ -100,11 +101,11 @@ class PosteriorCallback(Callback):
     name: str = _option("name")
     predictive: PredictiveOption = _option("predictive")
     network: Network = _option("network")
-    calibrate: str | None = _option("calibrate")
+    calibrate: CalibrateWord | None = _option("calibrate")
     ood: bool = _option("ood")
     plots: bool = _option("plots")
     save: bool | str | None = _option("save")
-    predict_step: str = _option("predict_step")
+    predict_step: PredictStepWord = _option("predict_step")
     seed: int = _option("seed")
     progress: bool = _option("progress")
 
@@ -119,13 +120,13 @@ class PosteriorCallback(Callback):
         likelihood: str | Likelihood = "classification",
         *,
         network: str | Network | None = None,
-        predictive: str | PredictiveOption = "glm",
-        calibrate: str | None = "auto",
+        predictive: PredictiveWord | PredictiveOption = "glm",
+        calibrate: CalibrateWord | None = "auto",
         name: str = "posterior",
         ood: bool = False,
         plots: bool = False,
         save: bool | str | None = None,
-        predict_step: str = "replace",
+        predict_step: PredictStepWord = "replace",
         seed: int = 0,
         progress: bool = True,
     ) -> None:
