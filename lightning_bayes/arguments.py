@@ -7,7 +7,7 @@ The module needs only Python, so every layer can use it. `name` is the name of t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -168,13 +168,18 @@ def resolve_option(name: str, value: Any, kinds: Mapping[str, type[T]]) -> T:
     if type(value) in kinds.values():
         return value
     if isinstance(value, Mapping):
-        plain = plain_values(value)
-        return from_mapping(name, plain, kinds[word(f"kind of {name}", plain.pop("kind", None), tuple(kinds))])
+        fields_of_kind = dict(value)
+        kind = kinds[word(f"kind of {name}", fields_of_kind.pop("kind", None), tuple(kinds))]
+        return read_option(name, fields_of_kind, kind, kind)
     return kinds[word(name, value, tuple(kinds))]()
 
 
-def from_mapping(name: str, value: Mapping[str, Any], kind: type[T]) -> T:
-    """The option with these fields."""
+def read_option(name: str, value: Any, kind: type[T], other: Callable[[Any], T]) -> T:
+    """The option that an argument means: an object, a mapping of its fields, or what `other` makes of another value."""
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        return other(value)
     plain = plain_values(value)
     keywords(name, plain, [field.name for field in fields(kind)])  # type: ignore[arg-type]
     return kind(**plain)
@@ -182,5 +187,4 @@ def from_mapping(name: str, value: Mapping[str, Any], kind: type[T]) -> T:
 
 def to_plain(option: Any) -> dict[str, Any]:
     """The option as a dictionary that `resolve_option` reads, for checkpoints and files."""
-    values = {field.name: getattr(option, field.name) for field in fields(option)}
-    return {"kind": option.kind, **values}
+    return {"kind": option.kind, **{field.name: getattr(option, field.name) for field in fields(option)}}

@@ -78,7 +78,7 @@ def tune(
     processes: Processes | None,
 ) -> LaplacePosterior:
     """See `LaplacePosterior.tune_prior`."""
-    tuning, option = tuning_option(method), predictive_option(predictive)
+    tuning, option = tuning_option(method, "method"), predictive_option(predictive)
     if tuning is None:
         raise ValueError("tune_prior(None) tunes nothing: name a method, such as 'auto'")
     word("calibrate", calibrate, (*get_args(CalibrateWord), None))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -12,10 +11,10 @@ from lightning_bayes.arguments import (
     between,
     flag,
     format_value,
-    from_mapping,
     instance,
     not_negative,
     positive,
+    read_option,
     seed,
     text,
     word,
@@ -96,6 +95,4 @@ def memory_option(memory: Any) -> Memory:
     """The option that `memory=` means."""
     if memory is None:
         return Memory()
-    if isinstance(memory, Mapping):
-        return from_mapping("memory", memory, Memory)
-    return instance("memory", memory, Memory, "a Memory(…) or None")
+    return read_option("memory", memory, Memory, lambda given: instance("memory", given, Memory, "a Memory(…) or None"))

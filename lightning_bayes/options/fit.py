@@ -13,9 +13,9 @@ from lightning_bayes.arguments import (
     count,
     flag,
     format_value,
-    from_mapping,
     integer,
     positive,
+    read_option,
     resolve_option,
     text,
     word,
@@ -201,11 +201,7 @@ class Prior:
 
 def prior_option(prior: Any) -> Prior:
     """The option that `prior=` means: an object, a posterior, or the file of one."""
-    if prior is None or isinstance(prior, Prior):
-        return prior or Prior()
-    if isinstance(prior, Mapping):
-        return from_mapping("prior", prior, Prior)
-    return Prior(posterior=prior)
+    return read_option("prior", prior, Prior, lambda posterior: Prior(posterior=posterior))
 
 
 @dataclass(frozen=True)
@@ -224,7 +220,7 @@ class Network:
 
     def __post_init__(self) -> None:
         if self.name is not None:
-            text("network", self.name, "the dotted name of a submodule")
+            text("the name of the network", self.name, "the dotted name of a submodule")
         if self.output is not None and (isinstance(self.output, bool) or not isinstance(self.output, (str, int))):
             raise ValueError(f"output must be a key, an attribute's name or an index, got {format_value(self.output)}")
         if self.output == "":
@@ -250,18 +246,14 @@ class FitData:
 
     def __post_init__(self) -> None:
         if isinstance(self.loader, str):
-            text("data", self.loader, "a loader, or the name of a method that returns one")
+            text("the loader of data", self.loader, "a loader, or the name of a method that returns one")
         if self.max_batches is not None:
             count("max_batches", self.max_batches)
 
 
 def network_option(network: Any) -> Network:
     """The option that `network=` means."""
-    if isinstance(network, Network):
-        return network
-    if isinstance(network, Mapping):
-        return from_mapping("network", network, Network)
-    return Network(name=network)
+    return read_option("network", network, Network, Network)
 
 
 def output_option(output: Any) -> Network:
@@ -275,8 +267,5 @@ def output_option(output: Any) -> Network:
 
 def data_option(data: Any) -> FitData:
     """The option that `data=` means. A dictionary with other keys is a loader of Lightning's."""
-    if isinstance(data, FitData):
-        return data
-    if isinstance(data, Mapping) and set(data) <= {"loader", "max_batches"}:
-        return from_mapping("data", data, FitData)
-    return FitData(data)
+    is_loader = isinstance(data, Mapping) and not set(data) <= {"loader", "max_batches"}
+    return FitData(data) if is_loader else read_option("data", data, FitData, FitData)

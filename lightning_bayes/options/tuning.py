@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from lightning_bayes.arguments import count, flag, format_value, from_mapping, positive, word
+from lightning_bayes.arguments import count, flag, format_value, positive, read_option, word
 
 TuneWord = Literal["auto", "marglik", "mackay", "linear", "grid"]
 Groups = Literal["layers", "normalised"]
@@ -66,7 +65,7 @@ class Tuning:
     size: int | None = None
 
     def __post_init__(self) -> None:
-        word("tune", self.method, get_args(TuneWord))
+        word("method", self.method, get_args(TuneWord))
         word("groups", self.groups, (None, *get_args(Groups)))
         flag("noise", self.noise)
         count("steps", 1 if self.steps is None else self.steps)
@@ -132,7 +131,7 @@ class Learning:
     n_data: int | None = None
 
     def __post_init__(self) -> None:
-        word("evidence", self.method, get_args(EvidenceWord))
+        word("method", self.method, get_args(EvidenceWord))
         count("steps", self.steps)
         positive("lr", self.lr)
         flag("noise", self.noise)
@@ -141,15 +140,19 @@ class Learning:
         count("n_data", 1 if self.n_data is None else self.n_data)
 
 
-def tuning_option(tune: Any) -> Tuning | None:
-    """The option that `tune=` means."""
-    if tune is None or isinstance(tune, Tuning):
-        return tune
-    return from_mapping("tune", tune, Tuning) if isinstance(tune, Mapping) else Tuning(tune)
+def tuning_option(tune: Any, name: str = "tune") -> Tuning | None:
+    """The option that `tune=` means, or another argument of this name."""
+
+    def by_word(method: Any) -> Tuning:
+        return Tuning(word(name, method, get_args(TuneWord)))
+
+    return None if tune is None else read_option(name, tune, Tuning, by_word)
 
 
 def learning_option(evidence: Any) -> Learning:
     """The option that `evidence=` of `MarginalLikelihoodCallback` means."""
-    if isinstance(evidence, Learning):
-        return evidence
-    return from_mapping("evidence", evidence, Learning) if isinstance(evidence, Mapping) else Learning(evidence)
+
+    def by_word(method: Any) -> Learning:
+        return Learning(word("evidence", method, get_args(EvidenceWord)))
+
+    return read_option("evidence", evidence, Learning, by_word)

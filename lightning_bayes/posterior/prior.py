@@ -181,9 +181,9 @@ def as_precision(prior_precision: float | Tensor | Sequence[float], subset: Subs
     precision = precision.reshape(()) if precision.numel() == 1 else precision
     if precision.shape not in ((), (len(subset.layers),), (subset.size,)):
         raise PriorError(
-            f"a prior precision of shape {tuple(precision.shape)} is neither a number, one for each of the "
-            f"{len(subset.layers)} layers ({format_names(subset.layers, 4)}), nor one for each of the {subset.size} "
-            "parameters"
+            f"prior_precision must be a number, one for each of the {len(subset.layers)} layers "
+            f"({format_names(subset.layers, 4)}), or one for each of the {subset.size} parameters, but it has shape "
+            f"{tuple(precision.shape)}"
         )
     return precision
 

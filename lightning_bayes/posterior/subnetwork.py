@@ -52,12 +52,11 @@ class Subnetwork:
     def __post_init__(self) -> None:
         count("n", self.n)
         check_seed("seed", self.seed)
-        if not isinstance(self.by, GaussianPosterior) and (
-            not isinstance(self.by, str) or self.by not in get_args(Criterion)
-        ):
-            known = ", ".join(map(repr, get_args(Criterion)))
-            raise ValueError(f"unknown by {format_value(self.by)}: use one of {known}, or a fitted posterior")
-        if isinstance(self.by, GaussianPosterior) and self.by.is_sharded:
+        if not isinstance(self.by, GaussianPosterior):
+            if not isinstance(self.by, str) or self.by not in get_args(Criterion):
+                known = ", ".join(map(repr, get_args(Criterion)))
+                raise ValueError(f"unknown by {format_value(self.by)}: use one of {known}, or a fitted posterior")
+        elif self.by.is_sharded:
             raise ValueError("by is a posterior whose weights are sharded over processes: gather it first")
 
     def in_network(

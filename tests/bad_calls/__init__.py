@@ -1,7 +1,8 @@
 """The catalogue of calls that cannot work; `tests/test_bad_calls.py` makes every one of them.
 
 A row is one line in the table of the thing that is called. The names of the arguments are compared with those of the
-signatures, so that a new argument needs a row, or a place among those of which anything goes.
+signatures, so that a new argument needs a row, or a place among those of which anything goes. What option objects
+refuse is in `tests/options`.
 """
 
 from bad_calls.callbacks import CALLBACKS
@@ -14,12 +15,11 @@ from bad_calls.measurements import MEASUREMENTS
 from bad_calls.metrics import METRICS
 from bad_calls.mixins import MIXINS
 from bad_calls.networks import NETWORKS
-from bad_calls.options import OPTIONS
 from bad_calls.plots import PLOTS
 from bad_calls.using import USING
 
 TABLES = [*CALLBACKS, *MIXINS, *FITTING, *NETWORKS, *USING, *CONFORMAL, *LIKELIHOODS, *METRICS, *PLOTS, *FILES]
-TABLES += [*OPTIONS, *MEASUREMENTS]
+TABLES += MEASUREMENTS
 ROWS: list[Row] = [row for table in TABLES for row in table.rows]
 
 __all__ = ["ROWS", "TABLES", "Row", "Table", "Things", "clearness"]

@@ -78,9 +78,9 @@ def common(table: Table) -> None:
     words(table, "predictive")
     table("predictive", None, "unknown predictive None: use one of 'glm'")
     mappings(table, "predictive", "glm", "samples")
-    table("predictive", GLM(link="logit"), "'logit'", "choose one of", "'probit'", named=False)
+    table("predictive", GLM(link="logit"), "'logit'", "choose one of", "'probit'", named="link")
     bridge = GLM(link="bridge")
-    table("predictive", bridge, "choose one of 'probit', 'pairwise', 'mc'", likelihood="binary", named=False)
+    table("predictive", bridge, "choose one of 'probit', 'pairwise', 'mc'", likelihood="binary", named="link")
     words(table, "calibrate")
     table("calibrate", True, "unknown calibrate True: use one of 'auto', 'outputs', 'probs', None")
     flags(table, "ood", "plots", "progress")
@@ -89,8 +89,8 @@ def common(table: Table) -> None:
     table("seed", None, "must be a whole number of at least 0, got None")
     table("seed", 2**64, "must be less than 2**63")
     table("network", "", "must be the dotted name of a submodule")
-    table("network", {"output": 2.5}, "must be a key, an attribute's name or an index, got 2.5", named=False)
-    table("network", {"class_dim": 0}, "class_dim=0 is the dimension of the examples", named=False)
+    table("network", {"output": 2.5}, "must be a key, an attribute's name or an index, got 2.5", named="output")
+    table("network", {"class_dim": 0}, "class_dim=0 is the dimension of the examples", named="class_dim")
     table("network", {"ouput": 1}, "network has no argument 'ouput'", error=TypeError)
     table("network", torch.nn.Linear(1, 1), "must be the dotted name of a submodule", "got Linear")
     table("name", "", "must be a word", "got ''")
@@ -137,7 +137,7 @@ def prior_means(table: Table) -> None:
     ):
         table("prior", Prior(mean=bad), message)
         table("prior", {"mean": bad}, message)
-    table("prior", {"temperature": 0.0}, f"temperature {POSITIVE}, got 0.0", named=False)
+    table("prior", {"temperature": 0.0}, f"temperature {POSITIVE}, got 0.0", named="temperature")
     table("prior", {"men": 3}, "prior has no argument 'men'", error=TypeError)
 
 
@@ -165,7 +165,7 @@ def mappings(table: Table, argument: str, kind: str, field: str) -> None:
     table(argument, {"kind": "kfca"}, f"unknown kind of {argument} 'kfca': use one of ")
     table(argument, {field: 3}, f"unknown kind of {argument} None: use one of ")
     table(argument, {"kind": kind, "sizes": 3}, f"{argument} has no argument 'sizes': use some of ", error=TypeError)
-    table(argument, {"kind": kind, field: 0}, f"{field} {COUNT}, got 0", named=False)
+    table(argument, {"kind": kind, field: 0}, f"{field} {COUNT}, got 0", named=field)
 
 
 def loaders(table: Table) -> None:
@@ -174,7 +174,7 @@ def loaders(table: Table) -> None:
     table("data", TensorDataset(torch.ones(2, 1), torch.ones(2)), "is a TensorDataset", "DataLoader(dataset")
     table("data", torch.ones(2), "must be an iterable of batches", "got a Tensor")
     table("data", {"loader": 3}, "must be an iterable of batches", "got 3")
-    table("data", {"max_batches": 0}, f"max_batches {COUNT}, got 0", named=False)
+    table("data", {"max_batches": 0}, f"max_batches {COUNT}, got 0", named="max_batches")
 
 
 common(laplace)
@@ -191,11 +191,11 @@ for _tune in ("mackay", "linear"):
     laplace("prior", _kron, f"tune='{_tune}'", "structure='kron' adds factors", tune=_tune)
 laplace("tune", "linear", "structure='lowrank' leaves some out: use tune='auto'", structure="lowrank")
 laplace("tune", {"methode": "grid"}, "tune has no argument 'methode'", error=TypeError)
-laplace("tune", {"method": "grid", "size": 1}, "must be a whole number of at least 2, got 1", named=False)
+laplace("tune", {"method": "grid", "size": 1}, "must be a whole number of at least 2, got 1", named="size")
 for _groups in ("layers", "normalised"):
     _tuning = Tuning("marglik", groups=_groups)
     _damped = Kron(damping="glm")
-    laplace("tune", _tuning, "takes one prior precision for all layers", structure=_damped, named=False)
+    laplace("tune", _tuning, "takes one prior precision for all layers", structure=_damped, named="damping")
 laplace(
     "tune",
     Tuning("linear", iterate=True),
@@ -219,7 +219,7 @@ for _tune in ("mackay", "linear"):
     for _damping in ("glm", "ritter"):
         _option = Kron(damping=_damping)
         laplace("structure", _option, f"tune='{_tune}'", f"damping='{_damping}' changes it", tune=_tune)
-        laplace("structure", _option, "takes one prior precision", prior_precision=[1.0, 2.0], named=False)
+        laplace("structure", _option, "takes one prior precision", prior_precision=[1.0, 2.0], named="damping")
 
 common(l2m)
 words(l2m, "scaling", "tune")
@@ -244,13 +244,13 @@ online("memory_factor", math.nan, "must be a number, got nan")
 online("memory_factor", True, "must be a number, got True")
 online("memory", 0.5, "must be a Memory(…) or None, got 0.5", error=TypeError)
 online("memory", {"scal": 0.5}, "memory has no argument 'scal'", error=TypeError)
-online("memory", {"scale": 0.0}, f"scale {POSITIVE}, got 0.0", named=False)
+online("memory", {"scale": 0.0}, f"scale {POSITIVE}, got 0.0", named="scale")
 
 common(marginal)
 structures(marginal)
 marginal("structure", "lowrank", "leaves curvature out", "use 'kron', 'ekfac', 'diag' or 'full'")
 words(marginal, "evidence")
-marginal("evidence", {"method": "kfca"}, "unknown evidence 'kfca': use one of ")
+marginal("evidence", {"method": "kfca"}, "unknown method 'kfca': use one of ", named="method")
 marginal("evidence", {"lrr": 0.1}, "evidence has no argument 'lrr'", error=TypeError)
 subsets(marginal)
 priors(marginal)

@@ -67,7 +67,7 @@ class Table:
         value: Any,
         *words: str,
         error: Any = None,
-        named: bool | None = None,
+        named: bool | str | None = None,
         **others: Any,
     ) -> None:
         make = self._make
@@ -77,8 +77,9 @@ class Table:
             return make(things, **{key: v.make(things) if isinstance(v, Of) else v for key, v in given.items()})
 
         needs_name = self.named if named is None else named
+        name = needs_name if isinstance(needs_name, str) else argument  # of the field at fault in an option object
         also = "".join(f", {key}={_shown(v)}" for key, v in others.items())
-        needed = (argument, *words) if needs_name else words
+        needed = (name, *words) if needs_name else words
         self.rows.append(
             Row(self.of, argument, _shown(value) + also, call, needed, self.error if error is None else error)
         )

@@ -52,7 +52,7 @@ conforming("loader", Of(lambda t: [(t.x, t.y[:3])], "fewer"), "need class labels
 conforming("loader", Of(lambda t: [(t.x, t.y + 3)], "unknown"), "must be classes from 0 to 2, got 3", named=False)
 conforming("loader", Of(lambda t: [(t.x, 0 * t.y - 100)], "ignored"), "no held-out target counts", named=False)
 words(conforming, "predictive")
-conforming("predictive", GLM(link="logit"), "choose one of 'probit', 'pairwise'", named=False)
+conforming("predictive", GLM(link="logit"), "choose one of 'probit', 'pairwise'", named="link")
 from_prediction("prediction", Of(lambda t: t.x, "tensor"), "must be a Prediction; Prediction.cat puts batches together")
 from_prediction("y", None, "must be a tensor of targets, got None")
 from_prediction("y", Of(lambda t: t.y[:3], "fewer"), "need class labels of shape [5]", named=False)

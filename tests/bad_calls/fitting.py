@@ -34,11 +34,11 @@ laplace(
     error=SubsetError,
 )
 _damped = Kron(damping="glm")
-laplace("structure", _damped, "takes one prior precision for all layers", prior_precision=[1.0, 2.0], named=False)
-laplace("structure", "lowrank", "the loader is an iterator", loader=iter([(X, Y)]), named=False)
+laplace("structure", _damped, "takes one prior precision for all layers", prior_precision=[1.0, 2.0], named="damping")
+laplace("structure", "lowrank", "the loader is an iterator", loader=iter([(X, Y)]), named="loader")
 priors(laplace)
 laplace("prior_precision", None, "must be a number or a vector of numbers, got None")
-laplace("prior_precision", [1.0, 2.0, 3.0], "each of the 2 layers (0, 2)", "each of the 31 parameters", named=False)
+laplace("prior_precision", [1.0, 2.0, 3.0], "each of the 2 layers (0, 2)", "each of the 31 parameters")
 laplace("prior_precision", Of(lambda t: torch.rand(31) + 1, "[31]"), "0.weight", "one prior precision", named=False)
 prior_means(laplace)
 other_priors(laplace)
@@ -55,9 +55,13 @@ laplace("processes", 2, "must be Processes(rank, size), got 2")
 counts(laplace, "gp")
 laplace("prior", Of(lambda t: t.classifier, "all"), "gp= belongs to a prior with independent weights", gp=3)
 laplace(
-    "gp", 10**5, "the kernel between 100000 points with 3 outputs is too large", "GP(points=6688) or fewer", named=False
+    "gp",
+    10**5,
+    "the kernel between 100000 points with 3 outputs is too large",
+    "GP(points=6688) or fewer",
+    named="points",
 )
-laplace("gp", GP(10**4, outputs="joint"), "GP(points=3861) or fewer, or outputs='independent'", named=False)
+laplace("gp", GP(10**4, outputs="joint"), "GP(points=3861) or fewer, or outputs='independent'", named="points")
 for _argument in ("first_example", "dry_run"):
     laplace.anything_goes(_argument, "of fit_curvature, with rows in its table")
 for _argument in ("network", "loader", "probe"):
@@ -80,13 +84,13 @@ laplace("subset", torch.zeros(2, 3, dtype=torch.long), "a boolean mask over the 
 laplace("subset", torch.rand(31), "a boolean mask over the trainable weights or a vector of their positions", **SUBSET)
 
 laplace("subset", Subnetwork(32), "Subnetwork(n=32) asks for more weights than there are", "31", **SUBSET)
-laplace("subset", Subnetwork(3), "the loader is an iterator", loader=iter([(X, Y)]), named=False)
+laplace("subset", Subnetwork(3), "the loader is an iterator", loader=iter([(X, Y)]), named="loader")
 
 for _row in OUTPUT:
     laplace(*_row)
 laplace("output", "logits", "output='logits' names no tensor in what the network returned, a Tensor")
 laplace("output", 1, "output=1 names no tensor in what the network returned, a Tensor")
-laplace("output", Network(class_dim=5), "class_dim=5 is no dimension of outputs of shape", named=False)
+laplace("output", Network(class_dim=5), "class_dim=5 is no dimension of outputs of shape", named="class_dim")
 
 curvature = Table(
     "fit_curvature",

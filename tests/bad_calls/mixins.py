@@ -39,8 +39,8 @@ def _options(kind: type, unused: tuple[str, ...]) -> Table:
     table("prior_std", {"*": -2.0}, "got -2.0")
     counts(table, "n_data")
     table("network", "", "must be the dotted name of a submodule")
-    table("network", {"output": 2.5}, "must be a key, an attribute's name or an index, got 2.5", named=False)
-    table("network", {"class_dim": 0}, "class_dim=0 is the dimension of the examples", named=False)
+    table("network", {"output": 2.5}, "must be a key, an attribute's name or an index, got 2.5", named="output")
+    table("network", {"class_dim": 0}, "class_dim=0 is the dimension of the examples", named="class_dim")
     table("network", {"ouput": 1}, "network has no argument 'ouput'")
     table("network", 3, "must be the dotted name of a submodule, got 3")
     table("network", "nett", "has no submodule 'nett'", "its submodules are: net")
@@ -60,7 +60,7 @@ def _options(kind: type, unused: tuple[str, ...]) -> Table:
     table("name", "", "must be a word")
     table("name", "map", "'map' is the name of the plain network's own scores")
     table("name", "v/l", "must not contain a slash")
-    table("predictive", GLM(link="logit"), "link='logit'; choose one of 'probit', 'pairwise'", named=False)
+    table("predictive", GLM(link="logit"), "link='logit'; choose one of 'probit', 'pairwise'", named="link")
     flags(table, "ood", "plots")
     return table
 

@@ -78,7 +78,7 @@ predict("predictive", None, "unknown predictive None: use one of 'glm', 'bnn', '
 predict("predictive", "gp", "needs training points", "fit_laplace(..., gp=M)", error=PosteriorError)
 mappings(predict, "predictive", "glm", "samples")
 _logit = "link='logit'; choose one of 'probit', 'pairwise', 'bridge', 'mc'"
-predict("predictive", GLM(link="logit"), _logit, named=False)
+predict("predictive", GLM(link="logit"), _logit, named="link")
 for _predictive in ("bnn", "map"):
     predict("generator", 42, GENERATOR, predictive=_predictive)
     predict("x", Of(lambda t: t.x.repeat(1, 2), "[5, 6]"), "cannot be run on", predictive=_predictive, named=False)
@@ -162,7 +162,7 @@ for _table in (with_prior, evidence):
         _table("prior_precision", _bad, f"must be positive and finite, got {_bad:g}")
     for _bad in ("weak", True, [], [[1.0]], {}):
         _table("prior_precision", _bad, f"{NUMBERS} {_bad!r}")
-    _table("prior_precision", [1.0, 2.0, 3.0], "each of the 2 layers", named=False)
+    _table("prior_precision", [1.0, 2.0, 3.0], "each of the 2 layers")
 with_prior("prior_precision", 1e300, "must be positive and finite, got inf")  # in float32
 with_prior("prior_precision", None, f"{NUMBERS} None")
 with_prior(
@@ -217,10 +217,10 @@ tune = Table(
 )
 for _bad in ("cross-validation", 3):
     _known = "use one of 'auto', 'marglik', 'mackay', 'linear', 'grid'"
-    tune("method", _bad, f"unknown tune {_bad!r}: {_known}", named=False)
+    tune("method", _bad, f"unknown method {_bad!r}: {_known}")
 tune("method", None, "tune_prior(None) tunes nothing: name a method, such as 'auto'")
-tune("method", {"steps": 0}, "steps must be a whole number of at least 1, got 0", named=False)
-tune("method", {"sizes": 3}, "tune has no argument 'sizes'", error=TypeError, named=False)
+tune("method", {"steps": 0}, "steps must be a whole number of at least 1, got 0", named="steps")
+tune("method", {"sizes": 3}, "has no argument 'sizes'", error=TypeError)
 words(tune, "calibrate")
 flags(tune, "progress")
 tune("processes", 2, "must be Processes(rank, size), got 2")
@@ -272,7 +272,7 @@ grids("metric", torch.nn.functional.mse_loss, "must be a torchmetrics metric, or
 grids("metric", MeanSquaredError, "must be a torchmetrics metric, or None")
 _scoring(grids)
 words(grids, "calibrate")
-grids("predictive", GLM(link="logit"), "link='logit'; choose one of 'exact'", named=False)
+grids("predictive", GLM(link="logit"), "link='logit'; choose one of 'exact'", named="link")
 autos = Table(
     "tune_prior('auto')",
     lambda t, **given: t.classifier.tune_prior("auto", **{"loader": t.batches, **given}),
@@ -288,8 +288,8 @@ refinement = Table(
 )
 words(refinement, "method")
 counts(refinement, "samples")
-refinement("passes", 1, "must be an integer of at least 2, got 1")
-refinement("passes", "ten", "must be an integer of at least 2, got 'ten'")
+refinement("passes", 1, "must be a whole number of at least 2, got 1")
+refinement("passes", "ten", "must be a whole number of at least 2, got 'ten'")
 positives(refinement, "tolerance")
 flags(refinement, "progress")
 refinement("seed", -1, "got -1")
@@ -298,7 +298,7 @@ refinement("loader", 3, "must be an iterable of (x, y) batches", "got 3")
 refinement("loader", Of(lambda t: TensorDataset(t.x, t.y), "dataset"), "is a TensorDataset", "DataLoader(dataset")
 for _table in (autos, calibration):
     _scoring(_table)
-    _table("predictive", GLM(link="logit"), "link='logit'; choose one of 'probit', 'pairwise'", named=False)
+    _table("predictive", GLM(link="logit"), "link='logit'; choose one of 'probit', 'pairwise'", named="link")
     _table("loader", [], "the held-out data are empty", named=False)
     _table("loader", 3, "must be an iterable of (x, y) batches", "got 3")
     _table("loader", Of(lambda t: TensorDataset(t.x, t.y), "dataset"), "is a TensorDataset", "DataLoader(dataset")
@@ -313,10 +313,10 @@ words(calibration, "of")
 calibration("of", None, "unknown of None: use one of 'outputs', 'probs'")
 words(autos, "calibrate")
 autos("calibrate", "variance", "unknown calibrate 'variance': use one of 'auto', 'outputs', 'probs', None")
-autos("predictive", GLM(link="logit"), "link='logit'; choose one of 'probit'", loader=None, named=False)
+autos("predictive", GLM(link="logit"), "link='logit'; choose one of 'probit'", loader=None, named="link")
 scoring = Table("Scoring", lambda t, **given: _checked(Scoring(**given), t), Scoring)
 scoring("seed", -1, "must be a whole number of at least 0, got -1")
-scoring("predictive", GLM(link="logit"), "link='logit'; choose one of 'probit', 'pairwise'", named=False)
+scoring("predictive", GLM(link="logit"), "link='logit'; choose one of 'probit', 'pairwise'", named="link")
 words(scoring, "of")
 
 with_data = Table(
@@ -372,7 +372,7 @@ scores("ood_loaders", [3], "must be an iterable of batches", "got 3")
 scores("ood_loaders", Of(lambda t: [[t.x.double()]], "double"), "torch.float64", named=False)
 words(scores, "predictive")
 mappings(scores, "predictive", "glm", "samples")
-scores("predictive", GLM(link="logit"), "choose one of 'probit', 'pairwise'", named=False)
+scores("predictive", GLM(link="logit"), "choose one of 'probit', 'pairwise'", named="link")
 scores("seed", -1, "must be a whole number of at least 0, got -1")
 scores("seed", "one", "must be a whole number of at least 0, got 'one'")
 
@@ -404,7 +404,7 @@ mixture = Table(
 _drawing(mixture)
 words(mixture, "predictive")
 mappings(mixture, "predictive", "glm", "samples")
-mixture("predictive", GLM(link="logit"), "choose one of 'probit', 'pairwise'", named=False)
+mixture("predictive", GLM(link="logit"), "choose one of 'probit', 'pairwise'", named="link")
 mixture("x", "abc", "must hold a tensor with a batch dimension", named=False)
 mixture("x", Of(lambda t: t.x.double(), "double"), "torch.float64", named=False)
 mixture_density = Table(
@@ -420,7 +420,7 @@ mixture_density("x", Of(lambda t: t.x.double(), "double"), "torch.float64", name
 _drawing(mixture_density)
 words(mixture_density, "predictive")
 mappings(mixture_density, "predictive", "glm", "samples")
-mixture_density("predictive", GLM(link="logit"), "choose one of", named=False)
+mixture_density("predictive", GLM(link="logit"), "choose one of", named="link")
 
 # -- autoencoders ----------------------------------------------------------------------------------------------------
 
@@ -457,22 +457,8 @@ parts("posterior", Of(lambda t: t.classifier, "Sequential"), "has no submodule '
 USING = [
     *(predict, gradients_off, moved, functional, sample, sample_function, drawn),
     *(on_device, draw, density, with_prior, evidence, with_noise, classes),
-    *(update, not_growing, penalty),
-    *(
-        tune,
-        iterating,
-        _damped,
-        grids,
-        autos,
-        calibration,
-        scoring,
-        with_data,
-        variational,
-        scores,
-        ensemble,
-        mixture,
-        mixture_density,
-        _of_classes,
-    ),
+    *(update, not_growing, penalty, refinement),
+    *(tune, iterating, _damped, grids, autos, calibration, scoring, with_data, variational),
+    *(scores, ensemble, mixture, mixture_density, _of_classes),
     *(*AUTOENCODING, decoding, parts),
 ]

@@ -180,7 +180,7 @@ def test_a_prior_is_one_number_or_one_per_layer(prior: Any) -> None:
 
 def test_a_prior_of_another_size_or_sign_is_refused() -> None:
     _, whole, posterior = trained()
-    with pytest.raises(PriorError, match="neither a number, one for each of the 3 layers"):
+    with pytest.raises(PriorError, match="must be a number, one for each of the 3 layers"):
         posterior.with_prior(torch.ones(5))
     for wrong in (-1.0, [1.0, 0.0, 1.0], -torch.ones(whole.subset.size)):
         with pytest.raises(PriorError, match="must be positive"):
