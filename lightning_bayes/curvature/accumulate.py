@@ -72,6 +72,7 @@ class FactorOptions:
     rank: Rank = None  # the number of eigenpairs to keep
     dry_run: bool = False  # use the diagonals instead, without a decomposition
     progress: bool = False  # show a progress bar
+    fixed_scale: bool = False  # whether no noise can be changed that the curvature is divided by
 
 
 class Accumulator(ABC):
@@ -252,8 +253,9 @@ class BlockAccumulator(Accumulator):
         factors = []
         for i, gram in enumerate(grams):
             is_owner = owner[i] == processes.rank
+            known = gram if options.fixed_scale else replace(gram, multiplier=None)
             all_vectors = not self.keeps_rows
-            factors.append(Factor.of(gram, options.keep_matrix, options.rank, all_vectors) if is_owner else None)
+            factors.append(Factor.of(known, options.keep_matrix, options.rank, all_vectors) if is_owner else None)
             bar.update()
         if grams and processes.size > 1:
             shares = zip(grams, factors, _ranks(factors, grams, processes), strict=True)
@@ -404,7 +406,7 @@ class ColumnSum(BatchSum):
         self._layer_gradients = LayerGradients()
         self._leftover_gradients = ParameterGradients(network, self.parameters)
         self._accumulator = STRUCTURES[structure](plan, weight_sharing, self.dtype, self.device)
-        self._accumulator.factor_options = factors
+        self._accumulator.factor_options = replace(factors, fixed_scale=likelihood.tunable_noise is None)
         self._structure: Structure | None = None
         self._warned = False
 

@@ -45,6 +45,7 @@ class Gram:
     array: Tensor  # [g, d, d], or X [g, r, d]
     is_rows: bool = False
     name: str = "a factor"  # for a warning
+    multiplier: float | None = None  # how much larger the curvature is than this matrix, if known; see `eigh`
 
     @property
     def size(self) -> int:
@@ -59,6 +60,12 @@ class Gram:
     def diagonal(self) -> Tensor:
         """# [g, d]"""
         return self.array.square().sum(-2) if self.is_rows else self.array.diagonal(dim1=-2, dim2=-1)
+
+    @property
+    def norm(self) -> float:
+        """The largest Frobenius norm of the group, or a bound on it."""
+        norms = self.diagonal.sum(-1) if self.is_rows else torch.linalg.matrix_norm(self.array)
+        return float(norms.max())
 
     def matmul(self, V: Tensor) -> Tensor:
         """`M V`.  # [g, d, b]"""
@@ -93,7 +100,9 @@ class Factor:
         n = min(detached.array.shape[-2:])  # at most this many eigenvalues are nonzero
         most = n if rank is None or (rank == "auto" and n <= WIDE) else rank
         if isinstance(most, int) and 2 * most >= n // MOST:
-            values, vectors = _from_rows(detached) if gram.is_rows else eigh(detached.array, gram.name)
+            values, vectors = (
+                _from_rows(detached) if gram.is_rows else eigh(detached.array, gram.name, multiplier=gram.multiplier)
+            )
         else:
             values, vectors = _krylov(detached, most)
         if isinstance(most, int):
@@ -264,6 +273,10 @@ class Factor:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Factor:
         parts: list[Any] = [t.to(device=device, dtype=dtype) if isinstance(t, Tensor) else t for t in self.to_list()]
         return Factor(*parts)
+
+
+def _from_matrix(gram: Gram) -> tuple[Tensor, Tensor]:
+    return eigh(gram.array, gram.name, multiplier=gram.multiplier)
 
 
 def _from_rows(gram: Gram) -> tuple[Tensor, Tensor]:
