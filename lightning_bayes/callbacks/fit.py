@@ -59,9 +59,9 @@ def fit(
 
     Args:
         module: a LightningModule with its trained weights, a plain network, or a Trainer that has run with a module.
-        datamodule: a data module, which need not be set up, or a loader of training batches; by default those that
-            the Trainer has had, or the module's own `train_dataloader`.
-        val_dataloader: held-out batches, to choose prior and temperature on; by default those of `datamodule`.
+        datamodule: a data module, which need not be set up, or a loader of training batches; by default the
+            Trainer's last data, or the module's own `train_dataloader`.
+        val_dataloader: held-out batches that choose prior and temperature; by default those of `datamodule`.
         likelihood: as in `LaplaceCallback`.
         trainer: a Trainer that will test or predict with the posterior; the fit runs on its device.
         options: further arguments of `LaplaceCallback`.
@@ -163,7 +163,7 @@ def _check(module: Any, datamodule: Any, trainer: Any, options: dict[str, Any]) 
 
 
 def _training_data(module: LightningModule, datamodule: Any, trainer: Any) -> Any:
-    """The data module, loader, or module that the data come from."""
+    """The data module, loader or module that provides the data."""
     if datamodule is not None:
         return datamodule
     if trainer is not None and trainer.datamodule is not None:

@@ -1,4 +1,4 @@
-"""`L2MCallback`: train as usual, and take the posterior from the second moment `v̂` that the optimizer has kept,
+"""`L2MCallback`: train as usual, and compute the posterior from the optimizer's second moment `v̂`,
 
     P = N·B·v̂ · (N − 1)/(N − B) / c² + δ    (`scaling="dataset"`)
     P = v̂ + δ + ε                            (`scaling="paper"`: Perone et al., eq. (6))
@@ -12,9 +12,9 @@ average
 
     (N·Σ wᵢ² − (Σ wᵢ)²) · S²/(N − 1),
 
-where `N·S²` is the diagonal of the centred empirical Fisher. A batch of `B` has `wᵢ = 1/B`, so that this is
-`S²/B · (N − B)/(N − 1)`. Batches of uneven sizes, or several that are accumulated, count as the one `B` that has the
-same average, over the steps that the optimizer remembers.
+where `N·S²` is the diagonal of the centred empirical Fisher. A batch of `B` has `wᵢ = 1/B`, which gives
+`S²/B · (N − B)/(N − 1)`. Batches of different sizes, or several accumulated ones, count as the `B` that has the same
+average over the steps that the optimizer remembers.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class L2MCallback(PosteriorCallback):
 
         scaling: "dataset", the curvature of the dataset's log-likelihood, or "paper", `v̂ + δ + ε` without scaling.
         prior_precision: a number, or one per layer; None takes the optimizer's weight decay.
-        prior: `Prior(mean=…)`, the weights that the prior is around when the evidence tunes it.
-        loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. The default is that of torch's
-            losses, which average over all targets of an example: `1/C`, and `2σ²/C` for the mean squared error. It is
-            compared with the loss of the first batch: a sum over targets, or half the squared error, is recognised; any
-            other scale is a warning.
+        prior: `Prior(mean=…)`, the mean of the prior when the evidence tunes it.
+        loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. The default fits torch's
+            losses, which average over all targets of an example: `1/C`, and `2σ²/C` for the mean squared error. The
+            first batch's loss is compared with it: a sum over targets or half the squared error is recognised, and any
+            other scale gives a warning.
         n_data: examples in the training data; None counts them.
 
         tune: how to choose the prior at the end: "auto" (on the first validation dataloader; without one the weight
@@ -106,7 +106,7 @@ class L2MCallback(PosteriorCallback):
             raise ValueError(
                 "tune='linear' needs the gradient of the training loss, which L2M does not have: use 'marglik'"
             )
-        self._counts = scaling == "dataset"  # whether it counts batch sizes and data
+        self._counts = scaling == "dataset"  # whether to count batch sizes and data
         self._batches, self._resumed, self._decay = EffectiveBatchSize(), False, 1.0
 
     @property
@@ -116,7 +116,7 @@ class L2MCallback(PosteriorCallback):
     # -- the posterior -----------------------------------------------------------------------------------------------
 
     def fit_now(self, trainer: Trainer, module: LightningModule) -> LaplacePosterior:
-        """Read the optimizers of a running or finished `fit`, around the module's current weights."""
+        """Read the optimizers of a running or finished `fit`, with the module's current weights as the mean."""
         self._module = module
         self._count_step(trainer, module)  # another callback may call this before this one's hook runs
         if self._counts and not self._batches.steps:
@@ -127,7 +127,7 @@ class L2MCallback(PosteriorCallback):
         reshard(module)
         tuned = self.prior_precision is None and self._method not in (None, "auto")
         with warnings.catch_warnings():
-            if self._method == "auto" and trainer.val_dataloaders is not None:  # they replace weight decay
+            if self._method == "auto" and trainer.val_dataloaders is not None:  # validation data replace weight decay
                 warnings.filterwarnings("ignore", "the optimizer has no weight decay")
             network = self.network_in(module)
             posterior = fit_l2m(
@@ -157,7 +157,7 @@ class L2MCallback(PosteriorCallback):
         return posterior.with_log_likelihood(batches, processes).tune_prior(self.tune)
 
     def _needs_evidence(self, trainer: Trainer) -> bool:
-        """Whether the evidence tunes the prior; not in a run of a batch or two."""
+        """Whether the evidence tunes the prior, which it does not do in a development run."""
         return self.tune is not None and self.tune.by_evidence and not is_dev_run(trainer)
 
     # -- before training ---------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class L2MCallback(PosteriorCallback):
             self._batches = EffectiveBatchSize(self.n_data or 0, global_step=trainer.global_step)
         self._resumed = False
         self._decay = longest_memory(trainer.optimizers, trainable(self.network_in(pl_module)))
-        self._count_step(trainer, pl_module)  # of a checkpoint written before this callback's hook
+        self._count_step(trainer, pl_module)  # for a checkpoint written before this callback's hook
         if self._method == "grid":
             data.check_validation(trainer)
         if not self._counts and not self._needs_evidence(trainer):
@@ -281,12 +281,12 @@ class L2MCallback(PosteriorCallback):
 class EffectiveBatchSize:
     """Plain numbers, for a checkpoint."""
 
-    n_data: int = 0  # the N examples that batches are drawn from
-    n_targets: int = 0  # of one example; a mean loss averages over them too
+    n_data: int = 0  # N, the examples that batches are drawn from
+    n_targets: int = 0  # targets of one example; a mean loss averages over them too
     loss_scale: float = 0.0  # of the first batch's loss; 0 for the default
     global_step: int = 0
     waiting: int = 0  # batches since the last step
-    waiting_inverse: float = 0.0  # Σ 1/b over those
+    waiting_inverse: float = 0.0  # Σ 1/b over the waiting batches
     steps: float = 0.0  # these and the next with the weights of the optimizer's own average
     squares: float = 0.0  # of Σ wᵢ²
     sums: float = 0.0  # of (Σ wᵢ)²

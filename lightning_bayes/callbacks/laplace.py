@@ -73,7 +73,7 @@ from lightning_bayes.trainer.posterior_callback import CallbackPrior, PosteriorC
 from lightning_bayes.trainer.private import datamodule_of, is_dev_run
 from lightning_bayes.trainer.report import block_summary, describe, end_live_display, fit_context, report
 
-# Weights up to which a dry run makes the matrices of the structure.
+# A dry run builds the matrices of the structure up to this number of weights.
 DRY_RUN_LIMITS = {"full": 1024, "kron": 1_000_000, "ekfac": 1_000_000}
 
 
@@ -179,7 +179,7 @@ class LaplaceCallback(PosteriorCallback):
         return posterior
 
     def write_file(self, trainer: Trainer) -> None:
-        """Write the posterior's own file, where `save` says."""
+        """Write the posterior's separate file, if `save` asks for one."""
         self._file.write(trainer, self.posterior)
 
     def _fitted(
@@ -202,7 +202,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def _pass(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> LaplacePosterior:
         """The posterior of the module's current weights, not yet tuned or calibrated."""
-        # Each process has its own batch norm statistics. Checkpoints and DDP's next step use those of rank zero.
+        # Batch norm statistics differ between processes. Checkpoints and DDP's next step use those of rank zero.
         share(list(module.buffers()))
         with fit_context(trainer, module):
             data = self._data.exact_pass(trainer, module, loader)
@@ -301,7 +301,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def try_fit(self, network: nn.Module, x: Any, y: Tensor) -> None:
         arguments = self._fit_kwargs()
-        if isinstance(self.subset, Subnetwork):  # any weights will do
+        if isinstance(self.subset, Subnetwork):  # which weights does not matter here
             trial = replace(self.subset, by="random")
             chosen = trial.in_network(network, (), self.options.prior_precision, torch.Tensor)
             arguments["subset"], arguments["prior_precision"] = chosen
@@ -335,8 +335,8 @@ class LaplaceCallback(PosteriorCallback):
             raise
 
     def _fit_weights(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
-        """Fit the weights in memory and those of checkpoints, as `weights` says."""
-        sharded = is_sharded(self.network_in(module))  # no checkpoint of one file holds its parts
+        """Fit the weights in memory and in checkpoints that `weights` selects."""
+        sharded = is_sharded(self.network_in(module))  # no single-file checkpoint holds its shards
         checkpoints = [] if is_dev_run(trainer) or sharded else self._list_checkpoints(trainer)
         best = next((checkpoint for checkpoint in checkpoints if checkpoint.role == "best"), None)
         elsewhere = self.weights == "best" and best is not None and not best.in_memory
@@ -366,7 +366,7 @@ class LaplaceCallback(PosteriorCallback):
         self._best_path = best.path if elsewhere and best is not None else None
 
     def _fitted_to(self, trainer: Trainer, module: LightningModule, path: str, of: str) -> LaplacePosterior:
-        """Fit while the module has the weights of the checkpoint at `path`."""
+        """Fit with the weights of the checkpoint at `path` loaded into the module."""
         return self._fitted(trainer, module, self._loader(trainer, module), of)
 
     def _loader(self, trainer: Trainer, module: LightningModule) -> Any:

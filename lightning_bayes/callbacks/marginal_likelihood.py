@@ -1,5 +1,5 @@
-"""`MarginalLikelihoodCallback`: learn the prior of each layer, and a regression's noise, while the network trains, from
-the training data alone (Immer et al. 2021; tutorial, section 4). The weights maximise
+"""`MarginalLikelihoodCallback`: learn the prior of each layer, and a regression's noise, during training and from the
+training data alone (Immer et al. 2021; tutorial, section 4). The weights maximise
 
     Σₙ log p(yₙ | f(xₙ; θ)) − ½ Σ_l δ_l ‖θ_l‖².
 
@@ -57,10 +57,10 @@ _DETERMINED = 0.9  # γ/d above which a network may be too small
 
 
 class MarginalLikelihoodCallback(LaplaceCallback):
-    """Learn the strength of regularisation from the training data, and end with the posterior that belongs to it.
+    """Learn the strength of regularisation from the training data, and fit a posterior with it.
 
-    The module does not change: its loss is compared with the likelihood on the first batch, and the prior is added to
-    the gradients at the scale of the loss. Its optimizer must have no weight decay.
+    The module does not change. The callback compares its loss with the likelihood on the first batch, and adds the
+    prior's gradient at the scale of the loss. The optimizer must have no weight decay.
 
     Args:
         likelihood: "classification", "binary" or "regression", or a `Likelihood`, whose noise is the initial one.
@@ -81,9 +81,9 @@ class MarginalLikelihoodCallback(LaplaceCallback):
     """
 
     why_one = "a network has one prior"
-    priority = 1  # after an average of the weights, and before posteriors of the final weights
+    priority = 1  # after weight averaging, and before posteriors of the final weights
     keeps_points: ClassVar[bool] = False
-    fits_shards: ClassVar[bool] = False  # the prior acts on the gradients of weights that every process holds
+    fits_shards: ClassVar[bool] = False  # the prior changes gradients of weights that each process holds
 
     def __init__(
         self,
@@ -122,11 +122,11 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         self._forget()
 
     def _forget(self) -> None:
-        """Reset what belongs to one training."""
+        """Reset the state of one training run."""
         self._hyperparameters = Hyperparameters()
         self._best: BestEvidence | None = None
-        self._numbers: dict[str, float] = {}  # of the last pass, as they are logged
-        self._refitted = 0  # epochs of training when it was made
+        self._numbers: dict[str, float] = {}  # logged numbers of the last pass
+        self._refitted = 0  # epochs of training at that pass
         self._resumed = False
         scale = LossScale(self.name, self.likelihood, self.learning.loss_scale)
         prior = self.options.prior_precision, self._prior
@@ -161,7 +161,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             self._learn(trainer, module, trainer.current_epoch)
 
     def _learn(self, trainer: Trainer, module: LightningModule, epochs: int) -> bool:
-        """Refit if a refit is due after this many epochs, and return whether it was."""
+        """Refit if one is due after this many epochs; return whether it was."""
         after = epochs - self.burn_in_epochs
         due = (after >= 0 and after % self.every_n_epochs == 0) or is_dev_run(trainer)
         if not due or self._refitted >= epochs:  # a resumed run may come here twice
@@ -171,7 +171,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         return True
 
     def _refit(self, trainer: Trainer, module: LightningModule, tune: bool) -> None:
-        """Make a pass over the data and, if `tune`, climb its evidence."""
+        """Make a pass over the data and, if `tune`, maximise the evidence."""
         posterior = self._pass(trainer, module, self._loader(trainer, module))
         self._gradient.compare_n_data(trainer, posterior.n_data)
         self._forget_other_best(posterior.subset.names)
@@ -182,7 +182,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         if tune:
             posterior = self._climb(trainer, posterior)
         numbers = describe(posterior, by_evidence=True)
-        evidence = numbers["log_evidence"]  # at the weights, with which the network itself predicts
+        evidence = numbers["log_evidence"]  # at the current weights, which the network predicts with
         if self.learning.method == "linear":
             numbers["linear_evidence"] = float(posterior.log_marginal_likelihood(at="optimum"))
         if self.learning.method == "mackay" and "noise_std" in numbers:
@@ -336,7 +336,7 @@ def check_companions(trainer: Trainer, keep: str) -> None:
 
 
 def check_monitors(trainer: Trainer, name: str) -> None:
-    """Raise for a monitor that is read at validation, when the numbers are still those of the epoch before."""
+    """Raise for a monitor that is read at validation, when the numbers are still from the previous epoch."""
     for callback in callbacks_of(trainer):
         if _monitors(callback, name) and acts_at_validation(trainer, callback):
             argument = "check" if class_name(callback, {"EarlyStopping"}) else "save"
@@ -352,7 +352,7 @@ def is_monitored(trainer: Trainer, name: str) -> bool:
 
 
 def check_length(trainer: Trainer, burn_in_epochs: int, every_n_epochs: int) -> None:
-    """Raise for a training that ends before the first prior is learned."""
+    """Raise if training ends before the first prior is learned."""
     first, epochs = burn_in_epochs or every_n_epochs, trainer.max_epochs or 0
     if first > epochs > 0 and trainer.max_steps <= 0 and not is_dev_run(trainer):
         raise ValueError(
@@ -362,7 +362,7 @@ def check_length(trainer: Trainer, burn_in_epochs: int, every_n_epochs: int) -> 
 
 
 def _monitors(callback: Any, name: str) -> bool:
-    """Whether it reads a number that is logged under `name`."""
+    """Whether it reads a number logged under `name`."""
     monitor = getattr(callback, "monitor", None)
     return isinstance(monitor, str) and monitor.startswith(_LOGGED) and monitor.endswith(f"_{name}")
 
@@ -414,7 +414,7 @@ class PriorGradient:
         self._of_layers: dict[str, float] = {}  # the given prior precision
         self.n_data = 0  # N
         self._said_n_data = False
-        self.batches = 0  # whose gradients wait for the step
+        self.batches = 0  # accumulated since the last step
 
     def choose(self, trainer: Trainer, module: LightningModule, x: Any = None) -> Subset | None:
         """The parameters that get a prior; None before lazy layers have parameters."""

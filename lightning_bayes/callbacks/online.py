@@ -1,7 +1,7 @@
-"""`OnlineLaplaceCallback`: train at samples of a posterior whose curvature is learned along the way.
+"""`OnlineLaplaceCallback`: train at samples of a posterior whose curvature is estimated during training.
 
-Each step draws `θ ~ N(θ_t, H_t⁻¹)`, runs the user's own `training_step` and backward pass at the sample, and lets the
-optimizer move the mean `θ_t` (Laplacian autoencoders, eq. (64)). The curvature is a memory that leaks once per
+Each step draws `θ ~ N(θ_t, H_t⁻¹)`, runs the user's `training_step` and backward pass at the sample, and lets the
+optimizer move the mean `θ_t` (Laplacian autoencoders, eq. (64)). The curvature is a memory that decays once per
 optimizer step (eq. (65)),
 
     C ← (1 − α) C + (N/b) Σ_batch diag(JᵀΛJ),     H = scale · C + δ,
@@ -63,7 +63,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
     Args:
         likelihood: "regression" (also for an autoencoder), "classification" or "binary", or a `Likelihood`.
 
-        memory_factor: `α`, the part of the curvature that is forgotten at every optimizer step.
+        memory_factor: `α`, the share of the curvature that each optimizer step forgets.
         prior_precision: `δ`.
         hessian: how to compute the diagonal of a batch: "exact", "approx" (linear in the number of pixels), "mixed", or
             "auto", which is "exact" for small networks and "mixed" for others.
@@ -112,7 +112,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self._remembered: dict[str, Any] | None = None  # from a checkpoint, until training starts
         self._sampled: SampledNetwork | None = None  # from the first batch
         self._step: SampledStep | None = None
-        self._trainer: Trainer | None = None  # that is training
+        self._trainer: Trainer | None = None  # while training
         self._n_data = 0
 
     # -- the posterior -----------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove()
-        if self._memory is not None:  # there has been a batch
+        if self._memory is not None:  # after the first batch
             posterior = self.fit_now(trainer, pl_module)
             with fit_context(trainer, pl_module):
                 self._posterior, _ = choose_on_validation(trainer, pl_module, posterior, self.use)
@@ -246,7 +246,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
             return {**super().state_dict(), "memory": self._remembered}
         self._end_step()
         state = super().state_dict()
-        if self._trainer is not None and self._module is not None:  # in training, that of the current weights
+        if self._trainer is not None and self._module is not None:  # in training, the posterior of the current weights
             state["posterior"] = self._memory.posterior(self.network_in(self._module), self.likelihood).state_dict()
         return {**state, "memory": self._memory.state()}
 
@@ -265,7 +265,7 @@ class SampledStep(ReplacedMethod):
     the mean, so the samples of a batch have the same noise, and its curvature is measured once.
 
     Args:
-        begin: makes the sampled network with the first batch, while the weights are the mean.
+        begin: creates the sampled network from the first batch, while the weights are the mean.
         at: where to measure the curvature of a batch: at the "mean" or at each "sample".
         samples: number of samples for one batch.
     """
@@ -274,11 +274,11 @@ class SampledStep(ReplacedMethod):
         super().__init__(module, "training_step")
         self._begin, self._at, self._samples = begin, at, samples
         self._network: SampledNetwork | None = None
-        self._at_sample = ExitStack()  # holds the mean while the weights are a sample
+        self._at_sample = ExitStack()  # restores the mean
         self._new = True
 
     def start(self) -> None:
-        @functools.wraps(self.original)  # whose arguments Lightning looks at
+        @functools.wraps(self.original)  # Lightning inspects its arguments
         def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             return self._run(batch, *args, **kwargs)
 
@@ -433,7 +433,7 @@ class MemoryRule:
         return torch.add(torch.mul(diagonal, factor, out=out), C, alpha=1 - self.memory_factor, out=out)
 
     def move(self, C: Tensor, noise: Tensor, out: Tensor | None = None) -> Tensor:
-        """From the mean to the sample of eq. (64): `ε/√H`; `out` may be the noise.  # [P]"""
+        """The sample of eq. (64) minus the mean, `ε/√H`; `out` may be the noise.  # [P]"""
         std = (self.memory.scale * C).add_(self.prior_precision).rsqrt_()
         return torch.mul(noise, std if self.max_std is None else std.clamp_max_(self.max_std), out=out)
 
@@ -543,7 +543,7 @@ def numbered_noise(like: Tensor, seed: int, number: int, rank: int) -> Tensor:
 
 
 def stored_subset(network: nn.Module, state: dict[str, Any]) -> Subset:
-    """The parameters whose curvature a checkpoint holds."""
+    """The parameters whose curvature is in the checkpoint."""
     subset = resolve_subset(network, state["names"], ())
     if subset.size != state["C"].numel():
         raise CurvatureError(

@@ -3,7 +3,7 @@
 | settings                                                        | what each process holds                 |
 |-----------------------------------------------------------------|-----------------------------------------|
 | `subset="last_layer"`, `structure="full"`, "kron" or "diag"     | the last layer and its posterior, whole |
-| `structure="diag"` of all weights, `curvature="fisher_mc"` or   | the posterior of its own weights        |
+| `structure="diag"` of all weights, `curvature="fisher_mc"` or   | the posterior of its shard of weights   |
 | "empirical_fisher"                                              |                                         |
 
 Other settings need the whole network on every process and raise an error before training.
@@ -81,7 +81,7 @@ def check_settings(callback: LaplaceCallback) -> None:
 
 
 def is_diagonal(callback: LaplaceCallback) -> bool:
-    """Whether it fits a diagonal over all weights, which can stay sharded."""
+    """Whether the fit is a diagonal over all weights, which can stay sharded."""
     options = callback.options
     estimate, _ = curvature_estimate(options.curvature, options.structure)
     return (options.subset, options.structure.kind) == ("all", "diag") and estimate in CURVATURES
@@ -163,7 +163,7 @@ class LastLayerProbe:
         self._watch.calls.clear()
 
     def _check_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After each run of the network; a step may have several."""
+        """After each call of the network; a step may have several."""
         f = self._read_as.select(output)
         self._watch.f = None if f is None else f.detach()
         try:

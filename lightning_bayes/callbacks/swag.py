@@ -34,14 +34,14 @@ from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import callbacks_of, class_name, datamodule_of, is_dev_run
 from lightning_bayes.trainer.report import fit_context, report
 
-FEWEST = 2  # snapshots that have a variance
+FEWEST = 2  # snapshots needed for a variance
 
 
 class SWAGCallback(PosteriorCallback):
     """A diagonal Gaussian from the weights of the last epochs, and its predictions in `test` and `predict`.
 
-    Training itself does not change, but the module ends it with the averaged weights, and so do the checkpoints of the
-    last weights. They also store the weights that the optimizer ended with, from which training resumes.
+    Training does not change, but at its end the module and the checkpoints of the last weights get the averaged
+    weights. These checkpoints also store the optimizer's last weights, from which training resumes.
 
     Args:
         likelihood: "classification", "binary" or "regression", or a `Likelihood`.
@@ -91,8 +91,8 @@ class SWAGCallback(PosteriorCallback):
     # -- the posterior -----------------------------------------------------------------------------------------------
 
     def fit_now(self, trainer: Trainer, module: LightningModule) -> GaussianPosterior:
-        """The posterior of the weights that were added. The module then has their average, or after an exception the
-        weights it had."""
+        """The posterior of the weights that were added. The module then has their average, or after an exception its
+        previous weights."""
         self._module = module
         if not self._moments.snapshots:
             raise RuntimeError(self._missing())
@@ -114,7 +114,7 @@ class SWAGCallback(PosteriorCallback):
         return posterior
 
     def _batches(self, trainer: Trainer, module: LightningModule) -> Iterator[Any]:
-        """All data on every process, which then has the statistics that a single process would have."""
+        """All data on each process, so that it gets the same statistics as a single process."""
         self._data.check_training_data(trainer)
         loader = self._data.loader(trainer.train_dataloader, datamodule_of(trainer), module)
         batches = self._data.exact_pass(trainer, module, loader, alone=True)
@@ -188,7 +188,7 @@ class SWAGCallback(PosteriorCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._data.epoch.count(batch_idx, trainer.is_last_batch)
         step, self._trained = trainer.global_step, None
-        # With the last batch instead of the epoch's end, so that a checkpoint after validation has it.
+        # At the last batch rather than the epoch's end, so that a checkpoint after validation includes it.
         due = (
             step % self.every_n_steps == 0
             if self.every_n_steps is not None
@@ -241,6 +241,6 @@ class SWAGCallback(PosteriorCallback):
 
 
 def _count_data(trainer: Trainer) -> int:
-    """The number of training examples, or 0 if they cannot be counted; nothing depends on it."""
+    """The number of training examples, or 0 if they cannot be counted. No result depends on it."""
     loaders = as_list(getattr(trainer.train_dataloader, "flattened", trainer.train_dataloader))
     return count_examples(trainer) if len(loaders) == 1 and is_countable(loaders[0]) else 0

@@ -1,23 +1,23 @@
-"""`tune="auto"`: the prior that measures best, chosen on held-out data where there are some.
+"""`tune="auto"`: choose the prior by measurement, on held-out data if there are any.
 
-**Classes.** The evidence at the trained weights makes a posterior too wide for the probabilities of a well-trained
-network, yet width is what makes unknown inputs stand out. So the *widest* posterior is taken that the held-out data do
-not mind: each prior gets the temperature of its probabilities that scores best, and of all priors (and the plain
-network, which is one with zero covariance) whose mean negative log-likelihood is within one standard error, of the
-paired differences, of the best one, the smallest precision is chosen; not smaller than the evidence would choose. A
-few examples can ask for any temperature: `log T` has a prior, `N(0, 1/10)`, in which they have to outvote ten.
-Nothing held out: the evidence at the linear model's optimum.
+**Classes.** For a well-trained network, the evidence at the trained weights chooses a posterior that is too wide for
+good probabilities, but width makes unknown inputs stand out. The rule therefore chooses the *widest* posterior that
+scores about as well as the best. Each prior gets the temperature of the probabilities that scores best. Among all
+priors (and the plain network, with zero covariance) whose mean negative log-likelihood is within one standard error of
+the best, where the error is that of paired differences, the smallest precision is chosen, but none below the evidence's
+choice. A prior `N(0, 1/10)` on `log T`, worth ten pseudo-examples, prevents extreme temperatures from few examples.
+Without held-out data, the evidence at the linear model's optimum chooses.
 
-**Real targets.** The prior by the evidence at a fixed noise, the training RMSE. Held-out data then scale both, `σ²` by
-the mean of `(y − m)²/v` and `δ` by its inverse, which scales the predictive variance by that factor: the noise that
-maximises the held-out likelihood at this ratio of prior to noise. The training error is a lower bound of the noise, so
-that the factor is at least one. Where the noise is the network's own, or no training error is known, the rule is that
-of classes, with a factor on the variance as the temperature.
+**Real targets.** The evidence chooses the prior at a fixed noise, the training RMSE. Held-out data then multiply `σ²`
+by the mean of `(y − m)²/v` and divide `δ` by it, which multiplies the predictive variance by that factor and maximises
+the held-out likelihood at this ratio of prior to noise. The training error is a lower bound of the noise, so the factor
+is at least one. If the network predicts the noise, or the training error is unknown, the rule for classes applies, with
+a factor on the variance as the temperature.
 
-**A low rank.** The evidence lacks the curvature that is left out, and asks for too wide a prior: held-out data choose
-among all that are not wider. Of a regression they take the best, each with its own factor.
+**A low rank.** The evidence misses the omitted curvature, and its prior is too wide. Held-out data choose among all
+priors that are not wider; for a regression, they choose the best, each with its own factor.
 
-`make practice` measures this against other rules.
+`make practice` compares this with other rules.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def tune_auto(
     calibrate: str | None,
     seed: int,
 ) -> LaplacePosterior:
-    """The tuned posterior; with held-out data (`loader`) one pass over them, and none over the training data."""
+    """The tuned posterior. It takes one pass over held-out data (`loader`), if any, and none over the training data."""
     scoring = Scoring(predictive, seed, "probs" if calibrate == "auto" else calibrate)
     scoring.check(posterior.likelihood)
     if loader is None:
@@ -78,18 +78,18 @@ def tune_auto(
 
 
 def without_held_out_data(posterior: LaplacePosterior) -> LaplacePosterior:
-    """The posterior with the prior of the evidence, where that is known; a prior that is a posterior stays."""
+    """The posterior with the prior that the evidence chooses, if it is known. A prior that is a posterior stays."""
     if posterior.prior.precision is not None:
         return posterior
     if not posterior.curvature.knows_likelihood:
-        logger.warning("nothing was held out to tune on, and no pass made over the training data: the prior stays")
+        logger.warning("no held-out data, and no pass over the training data: the prior stays")
         return posterior
-    logger.info("nothing was held out to tune on: the prior is that of the evidence")
+    logger.info("no held-out data: the evidence chooses the prior")
     return by_evidence(posterior)
 
 
 def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
-    """The prior, and a regression's noise, that the training data alone choose."""
+    """The posterior with the prior, and for a regression the noise, that the training data choose."""
     if posterior.likelihood.tunable_noise is not None:
         return marglik(_with_training_noise(posterior), noise=False)
     at_optimum = posterior.likelihood.has_probs and posterior.knows_optimum
@@ -97,9 +97,8 @@ def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
 
 
 def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring, tune: bool, calibrate: bool) -> Choice:
-    """What there is to choose from, scored in one pass over held-out data: a prior, if `tune`, and a temperature or
-    factor, if `calibrate`. A prior that is another posterior stays what it is: the new data are not to say how much
-    the old ones count."""
+    """The candidates, scored in one pass over held-out data: priors if `tune`, temperatures or variance factors if
+    `calibrate`. A prior that is another posterior is not tuned, because new data must not reweight the old data."""
     tune = tune and posterior.prior.precision is None
     classes = posterior.likelihood.has_probs
     if not classes and (not tune or _has_noise(posterior)):
@@ -112,7 +111,7 @@ def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring,
         nll, link = temperature_table(posterior, [*candidates, None], loader, scoring)
         return PriorChoice(posterior, scoring, link, tune, calibrate, priors, nll)
     errors = squared_errors(posterior, [*candidates, None], loader, scoring)
-    unit = float(errors.ratio[-1].mean())  # of the variance: temperatures are relative to the plain network's own
+    unit = float(errors.ratio[-1].mean())  # variance factor of the plain network, to which temperatures are relative
     nll = errors.nll(unit * (2 * torch.tensor(LOG_TEMPERATURES, dtype=torch.float64, device="cpu")).exp())
     return PriorChoice(posterior, scoring, errors.link, tune, calibrate, priors, nll, unit)
 
@@ -130,15 +129,15 @@ class Choice(ABC):
     @property
     @abstractmethod
     def n_held_out(self) -> int:
-        """How many examples there are to choose by."""
+        """The number of held-out examples."""
 
     @abstractmethod
     def on(self, examples: slice = EVERY) -> LaplacePosterior:
-        """The posterior that these examples choose."""
+        """The posterior chosen by these examples."""
 
     @abstractmethod
     def plain_on(self, examples: slice = EVERY) -> Calibration:
-        """What these examples would correct the plain network by, alone."""
+        """The calibration of the plain network by these examples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +146,7 @@ class PriorChoice(Choice):
 
     priors: tuple[float, ...]  # ascending
     nll: Tensor  # [priors + 1, temperatures, N]; the last row is the plain network
-    unit: float | None = None  # of real targets: the factor on the variance at T = 1
+    unit: float | None = None  # for real targets, the variance factor at T = 1
 
     @property
     def n_held_out(self) -> int:
@@ -174,12 +173,12 @@ class PriorChoice(Choice):
         return Calibration(scoring.predictive.kind, self.link, variance_factor=self.unit * T**2)
 
     def _doubted(self, nll: Tensor) -> Tensor:
-        """The mean over examples, and what the prior says of each temperature.  # [D, K, N] -> [D, K]"""
+        """The mean over examples, plus the penalty from the prior on log T.  # [D, K, N] -> [D, K]"""
         t = torch.tensor(LOG_TEMPERATURES, dtype=nll.dtype, device="cpu")
         return nll.mean(-1) + 0.5 * DOUBT * t.square() / nll.shape[-1]
 
     def _widest(self, nll: Tensor) -> int:
-        """The first row that is near the best, each at its own temperature."""
+        """The first row that scores about as well as the best, each row at its own temperature."""
         mean = self._doubted(nll).nan_to_num(torch.inf)
         at = mean.argmin(1) if self.calibrate else torch.full((len(mean),), AS_IT_IS, device="cpu")
         rows = torch.arange(len(nll), device="cpu")
@@ -193,10 +192,10 @@ class PriorChoice(Choice):
 
 @dataclass(frozen=True, eq=False)
 class NoiseChoice(Choice):
-    """The size of a regression's predictive variance, and which of several posteriors is the best at its own."""
+    """A factor on a regression's predictive variance, and a posterior, each candidate with its own factor."""
 
     candidates: tuple[LaplacePosterior, ...]
-    errors: Errors  # theirs, and those of the plain network
+    errors: Errors  # of the candidates and the plain network
 
     @property
     def n_held_out(self) -> int:
@@ -205,7 +204,7 @@ class NoiseChoice(Choice):
     def on(self, examples: slice = EVERY) -> LaplacePosterior:
         factors = self.errors.ratio[:-1, examples].mean(1)  # [D]
         s = factors.clamp(min=1.0) if self.tune else factors
-        nll = self.errors.nll(s)[:-1, :, examples].mean(-1).diagonal()  # of each at its own factor [D]
+        nll = self.errors.nll(s)[:-1, :, examples].mean(-1).diagonal()  # each at its own factor [D]
         row = int(nll.nan_to_num(torch.inf).argmin())
         chosen, factor = self.candidates[row], float(s[row])
         if self.tune:  # H/(sσ²) + δ/s = (H/σ² + δ)/s: noise and prior that make the variance s times as large
@@ -220,7 +219,7 @@ class NoiseChoice(Choice):
 
 
 def _has_noise(posterior: LaplacePosterior) -> bool:
-    """Whether there is a noise to tune, of which the curvature is a multiple, and a training error to start from."""
+    """Whether the noise can be tuned: the curvature scales with it, and the training error is known."""
     scales = posterior.likelihood.tunable_noise is not None and posterior.noise_power == -2 and posterior.has_exact_sum
     return scales and posterior.curvature.knows_likelihood
 
@@ -231,7 +230,7 @@ def _with_training_noise(posterior: LaplacePosterior) -> LaplacePosterior:
 
 
 def _at_training_noise(posterior: LaplacePosterior, scoring: Scoring) -> list[LaplacePosterior]:
-    """With the prior of the evidence, or several where that is not to be trusted."""
+    """The posterior with the evidence's prior, or several if the evidence is unreliable."""
     if not posterior.curvature.structure.is_truncated:
         return [by_evidence(posterior)]
     posterior = _with_training_noise(posterior)
@@ -239,9 +238,9 @@ def _at_training_noise(posterior: LaplacePosterior, scoring: Scoring) -> list[La
 
 
 def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
-    """From the one with the largest evidence up; where each costs a set of samples, a few of them. A curvature that
-    leaves directions out has `γ` of the others alone, and with `δ = γ/‖θ‖²` a prior that is too wide: its evidence is
-    good for a lower bound."""
+    """Precisions from the one with the largest evidence upwards, or a few of them if each needs its own samples. A
+    truncated curvature misses the `γ` of the omitted directions, so its `δ = γ/‖θ‖²` is too small; it only serves as a
+    lower bound."""
     many = posterior.curvature.n_outputs > MANY * posterior.n_data or output_of(posterior.network).together
     sampled = scoring.predictive.kind == "bnn" or many
     if not posterior.curvature.knows_likelihood:

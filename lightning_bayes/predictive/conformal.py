@@ -1,42 +1,37 @@
-"""Sets of classes and intervals that hold the target with a promised probability, whatever the model is worth.
+"""Conformal prediction: sets of classes and intervals with guaranteed coverage, however good or bad the model is.
 
-Split conformal prediction (Vovk, Gammerman & Shafer 2005; Papadopoulos et al. 2002): on `n` held-out examples take the
-scores `sᵢ` of the true targets (see `conformal_scores`), and their quantile
+Split conformal prediction (Vovk, Gammerman & Shafer 2005; Papadopoulos et al. 2002): compute the scores
+`sᵢ` of the true targets of `n` held-out examples, and their quantile
 
     q = the ⌈(n + 1)·level⌉-th smallest of s₁ … sₙ, or ∞ if there are fewer.
 
 A set holds all targets with a score of at most `q`. If the held-out examples and a new one are exchangeable, and the
-model has not seen them before, the set holds the new target with probability `level` at least, and, without ties, at
-most `level + 1/(n + 1)`. This is an average over examples and over held-out data, not a promise for each input.
+model has not seen them before, the set contains the new target with probability at least `level` and, without ties, at
+most `level + 1/(n + 1)`. This holds on average over examples and held-out data, not for each input.
 
-**Several outputs** (of a regression, or yes/no labels) have a quantile each: the promise is made for each by itself.
+**Several outputs** (of a regression, or yes/no labels) have one quantile each, and the guarantee holds separately.
 
-**Dense outputs**: the positions of one example are not exchangeable, examples are. With `Fᵢ(q)` the share of example
-`i`'s positions whose score is at most `q`, the smallest `q` with `Σᵢ Fᵢ(q) ≥ (n + 1)·level` promises that of a new
-example's positions a share of `level` is held on average (conformal risk control, Angelopoulos et al. 2024). With one
-position it is the quantile above.
+**Dense outputs**: examples are exchangeable, but the positions of one example are not. Let `Fᵢ(q)` be the share of
+example `i`'s positions whose score is at most `q`. For the smallest `q` with `Σᵢ Fᵢ(q) ≥ (n + 1)·level`, the sets
+contain the target at a share `level` of a new example's positions on average (conformal risk control, Angelopoulos et
+al. 2024). With one position, this is the quantile above.
 
-The scores of held-out targets, and their quantile: the formulas are at the head of `conformal`.
-
-How badly a target conforms to its prediction: the scores that conformal sets are made of.
-
-A *score* of class `c` is larger the less likely `c` is. With the classes in the order of falling probability, `k` the
-rank of `c`, and `u` a uniform number that belongs to the example:
+**Scores.** Less likely classes have larger scores. With the classes sorted by falling probability, `k` the rank of
+class `c`, and `u` a uniform random number of the example, the score of `c` is
 
 - `"aps"`: `p₍₁₎ + … + p₍ₖ₋₁₎ + u·p₍ₖ₎` (Romano, Sesia & Candès 2020, "Classification with valid and adaptive
-  coverage"), or `u = 1` where sets are not randomised;
+  coverage"), or `u = 1` if sets are not randomised;
 - `"raps"`: the same plus `λ max(k − k₀, 0)` (Angelopoulos et al. 2021, "Uncertainty sets for image classifiers using
-  conformal prediction"), which keeps unlikely classes out of sets: `λ` is `penalty`, `k₀` is `free_classes`;
+  conformal prediction"), which keeps unlikely classes out of sets, with `λ = penalty` and `k₀ = free_classes`;
 - `"lac"`: `1 − p_c` (Sadinle, Lei & Wasserman 2019, "Least ambiguous set-valued classifiers"): the smallest sets on
-  average, which may fail the difficult examples to serve the easy ones.
+  average, but possibly with low coverage of difficult examples.
 
-Where the classes before `c` have all probability but a millionth, `"aps"` would tell the rest apart by rounding alone,
-and a network that is wrong and certain in many cases would get sets of all classes. There `10⁻⁶ k` is added.
+If the classes before `c` have all but a millionth of the probability, `"aps"` could only distinguish the rest by
+rounding errors, and a network that is often wrong and certain would get sets of all classes. In that case, `10⁻⁶ k` is
+added. The score of a real target `y` is `|y − m| / s`, with the mean and standard deviation of its prediction.
 
-A real target `y` has the score `|y − m| / s`, with the mean and standard deviation of its prediction.
-
-`u` is computed from the bits of the example's own log-probabilities, rounded to half precision, and a seed. So a score
-is a function of the example: the same in any batch, and exchangeable wherever examples are.
+`u` is computed from a seed and the bits of the example's log-probabilities, rounded to half precision. A score is
+therefore a function of the example: it does not depend on the batch, and is exchangeable if examples are.
 """
 
 from __future__ import annotations
@@ -77,7 +72,7 @@ class Conformal:
     """Sets or intervals that hold the target with probability `level`.
 
     `posterior.conformalize(loader, level)` makes one, and `Conformal.fit(prediction, y, level)` makes one from any
-    `Prediction`, such as that of `trainer.predict`. It has to be applied to predictions that are made in the same way.
+    `Prediction`, such as one of `trainer.predict`. Apply it only to predictions that are made in the same way.
     """
 
     quantile: Tensor = field(repr=False)  # of the scores of each output, float64 [K]
@@ -87,7 +82,7 @@ class Conformal:
     score: ClassScore | None = None  # None: |y − m| / s of real targets
     allow_empty: bool = False
     predictor: Predictor | None = field(default=None, repr=False)
-    how: dict[str, Any] = field(default_factory=dict, repr=False)  # it predicts
+    how: dict[str, Any] = field(default_factory=dict, repr=False)  # arguments of `predict`
 
     @staticmethod
     def fit(
@@ -104,7 +99,7 @@ class Conformal:
         ignore_index: int | None = -100,
     ) -> Conformal:
         """From predictions of held-out examples and their targets; for the arguments see `conformalize`."""
-        instance("prediction", prediction, Prediction, "a Prediction; Prediction.cat puts batches together")
+        instance("prediction", prediction, Prediction, "a Prediction; Prediction.cat joins batches")
         if ignore_index is not None:
             integer("ignore_index", ignore_index)
         score = ClassScore(method, randomised, penalty, free_classes, seed)
@@ -113,17 +108,17 @@ class Conformal:
         return _made(scores, score, level, allow_empty)
 
     def predict(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """`sets` or `interval` of the posterior's predictions at `x`, made as those of the held-out examples were."""
+        """`sets` or `interval` of the predictions at `x`, which are made as for the held-out examples."""
         if self.predictor is None:
             raise PosteriorError(
-                "this Conformal was made without a posterior: use sets(prediction) or interval(prediction), or pass "
+                "this Conformal has no posterior: use sets(prediction) or interval(prediction), or pass "
                 "the posterior to Conformal.load"
             )
         prediction = _predict(self.predictor, x, self.how, generator_on(self.predictor.device))
         return self.interval(prediction) if self.kind == "regression" else self.sets(prediction)
 
     def sets(self, prediction: Prediction) -> Tensor:
-        """Which classes are in the set; `sets.sum(1)` has their number. Yes/no labels have the classes no and yes in
+        """A mask of the classes in the set; `sets.sum(1)` counts them. Yes/no labels have the classes no and yes in
         dimension 1. The likeliest class is always in it, unless `allow_empty`.  # bool [B, C, …]"""
         if self.kind == "regression":
             raise PosteriorError("real targets have intervals, not sets: use interval(prediction)")
@@ -151,7 +146,7 @@ class Conformal:
         return mean - half, mean + half
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and strings; the posterior is not among them."""
+        """Tensors, numbers and strings, without the posterior."""
         return {
             "format": f"conformal {FORMAT}",
             "quantile": self.quantile,
@@ -165,7 +160,7 @@ class Conformal:
 
     @staticmethod
     def from_state_dict(state: dict[str, Any], predictor: Predictor | None = None) -> Conformal:
-        """What `state_dict` described; `predict` needs the posterior or ensemble."""
+        """Restore a `state_dict`; `predict` also needs the posterior or ensemble."""
         fields = dict(state) if isinstance(state, dict) else {}
         if fields.pop("format", None) != f"conformal {FORMAT}":
             raise PosteriorError(f"the state holds no Conformal that this version reads: it is {describe(state)}")
@@ -175,21 +170,23 @@ class Conformal:
         return Conformal(**fields, score=None if score is None else ClassScore(**score), predictor=predictor)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it as one small file beside the posterior's."""
+        """Save to a small file; the posterior has its own file."""
         write(self.state_dict(), path)
 
     @staticmethod
     def load(path: str | PathLike[str], predictor: Predictor | None = None) -> Conformal:
-        """From a file that `save` wrote."""
+        """Load a file that `save` wrote."""
         return Conformal.from_state_dict(read(path), predictor)
 
     def _check(self, prediction: Prediction) -> None:
-        instance("prediction", prediction, Prediction, "a Prediction, as posterior.predict gives it")
+        instance("prediction", prediction, Prediction, "a Prediction, as posterior.predict returns")
         if prediction.kind != self.kind:
-            raise PosteriorError(f"this Conformal is of {self.kind}, but the prediction is of {prediction.kind}")
+            raise PosteriorError(f"this Conformal is for {self.kind}, but the prediction is of {prediction.kind}")
         outputs = n_outputs(prediction)
         if outputs != len(self.quantile):
-            raise PosteriorError(f"this Conformal is of {len(self.quantile)} outputs, but the prediction has {outputs}")
+            raise PosteriorError(
+                f"this Conformal is for {len(self.quantile)} outputs, but the prediction has {outputs}"
+            )
 
     def _quantile_like(self, t: Tensor) -> Tensor:
         return self.quantile.to(t.device, accumulation_dtype(t.device)).reshape(1, -1, 1)
@@ -209,7 +206,7 @@ def conformalize(
     free_classes: int = 5,
     allow_empty: bool = False,
 ) -> Conformal:
-    """See `GaussianPosterior.conformalize`; of an ensemble, too."""
+    """See `GaussianPosterior.conformalize`. The predictor may be an ensemble."""
     instance("predictor", predictor, (GaussianPosterior, DeepEnsemble), "a posterior or a DeepEnsemble")
     between("level", level, 0, 1, borders=False)
     flag("allow_empty", allow_empty)
@@ -235,7 +232,7 @@ def _made(scores: TargetScores, score: ClassScore, level: float, allow_empty: bo
     flag("allow_empty", allow_empty)
     n = scores.n_examples
     if not n:
-        raise DataError("no held-out target counts: there are none, or all are marked as unknown (ignore_index)")
+        raise DataError("no held-out target counts: all are missing or marked as unknown (ignore_index)")
     quantile = scores.quantile(level)
     if quantile.isinf().any():
         result = "intervals are infinite" if scores.kind == "regression" else "sets hold all classes"
@@ -252,18 +249,18 @@ def _predict(predictor: Predictor, x: Any, how: dict[str, Any], generator: torch
     return predictor.predict(x, how["predictive"], generator=generator.manual_seed(how["seed"]))
 
 
-POSITIONS = 4096  # of a dense example that are scored, drawn at random
+POSITIONS = 4096  # randomly drawn positions of a dense example that are scored
 
 
 class TargetScores:
-    """The scores of held-out targets, batch after batch."""
+    """Collects the scores of held-out targets over batches."""
 
     def __init__(self, score: ClassScore, ignore_index: int | None) -> None:
         self._score, self._ignore_index = score, ignore_index
-        self._of = ("", 0)  # the kind of predictions, and their outputs
+        self._of = ("", 0)  # kind of the predictions, and number of outputs
         self._scores: list[Tensor] = []  # float64 [B·R, K]
         self._weights: list[Tensor] = []  # 1/R, or 0 without a target
-        self._examples: list[Tensor] = []  # with a target [K]
+        self._examples: list[Tensor] = []  # number with a target [K]
         self._generator = torch.Generator().manual_seed(score.seed)
 
     @property
@@ -272,7 +269,7 @@ class TargetScores:
 
     @property
     def n_examples(self) -> int:
-        """Those with a target."""
+        """The number of examples with a target."""
         return int(torch.stack(self._examples).sum(0).min()) if self._examples else 0
 
     def update(self, prediction: Prediction, y: Tensor) -> None:
@@ -292,11 +289,11 @@ class TargetScores:
         self._examples.append((positions > 0).sum((0, 2)))
 
     def quantile(self, level: float) -> Tensor:
-        """The smallest `q` of each output with `Σᵢ Fᵢ(q) ≥ (n + 1)·level`; infinity without one.  # [K]"""
+        """The smallest `q` of each output with `Σᵢ Fᵢ(q) ≥ (n + 1)·level`; infinity if there is no such q.  # [K]"""
         scores, order = torch.cat(self._scores).sort(dim=0)  # [N·R, K]
         held = torch.cat(self._weights).gather(0, order).cumsum(0)
         n = torch.stack(self._examples).sum(0)  # [K]
-        enough = held >= (n + 1) * (level - 1e-9)  # but for rounding
+        enough = held >= (n + 1) * (level - 1e-9)  # up to rounding
         first = enough.double().argmax(0, keepdim=True)
         return torch.where(enough.any(0), scores.gather(0, first)[0], torch.inf)
 
@@ -328,19 +325,19 @@ class TargetScores:
         return self._score.of_classes(probs[:, :, positions]).gather(-1, index).squeeze(-1), known
 
     def _positions(self, t: Tensor) -> Tensor | slice:
-        """Those that are scored.  # of [B, K, R, …]"""
+        """The positions that are scored, of `[B, K, R, …]`."""
         R = t.shape[2]
         if R <= POSITIONS:
             return slice(None)
         return torch.randperm(R, generator=self._generator, device="cpu")[:POSITIONS].to(t.device)
 
 
-CERTAIN = 1e-6  # the probability that is left where ranks count, and what each counts
+CERTAIN = 1e-6  # remaining probability below which ranks count, and the weight of a rank
 
 
 @dataclass(frozen=True)
 class ClassScore:
-    """The score of classes, with its settings."""
+    """A score of classes, with its settings."""
 
     method: ConformalScore = "aps"
     randomised: bool = True
@@ -356,7 +353,7 @@ class ClassScore:
         check_seed("seed", self.seed)
 
     def of_classes(self, probs: Tensor) -> Tensor:
-        """Of every class.  # [..., C] -> [..., C]"""
+        """The scores of all classes.  # [..., C] -> [..., C]"""
         if self.method == "lac":
             return 1 - probs
         p, order = probs.sort(dim=-1, descending=True, stable=True)
@@ -374,7 +371,7 @@ class ClassScore:
 
 
 def class_probs(prediction: Prediction) -> Tensor:
-    """The probabilities as `[B, K, R, C]`: `K` labels by themselves (one, for classes) at `R` positions."""
+    """The probabilities as `[B, K, R, C]`: `K` separate labels (one, for classes) at `R` positions."""
     probs = prediction.probs
     assert probs is not None
     probs = probs.to(accumulation_dtype(probs.device))
@@ -390,7 +387,7 @@ def by_output(t: Tensor) -> Tensor:
 
 
 def n_outputs(prediction: Prediction) -> int:
-    """How many have a quantile each: the classes of one label share theirs."""
+    """The number of quantiles: the classes of one label share one."""
     main = prediction.mean if prediction.probs is None else prediction.probs
     assert main is not None
     return 1 if prediction.kind == "classification" or main.ndim == 1 else main.shape[1]

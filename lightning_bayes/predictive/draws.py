@@ -1,9 +1,9 @@
 """Functions drawn from a posterior: a weight sample `θ_s ~ q(θ)`, and the network with these weights at any `x`.
 
 A draw of the network itself is `f(x; θ_s)`. A draw of the linearised network is `f(x; θ*) + J(x)(θ_s − θ*)` (GLM paper,
-eq. (10)), by Jacobian products and without the Jacobian (see `jacobian.products`). The optimum of such a draw is where
-Thompson sampling looks next (Thompson 1933, "On the likelihood that one unknown probability exceeds another in view of
-the evidence of two samples").
+eq. (10)), by Jacobian products and without the Jacobian (see `jacobian.products`). Thompson sampling looks next at the
+optimum of such a draw (Thompson 1933, "On the likelihood that one unknown probability exceeds another in view of the
+evidence of two samples").
 
 The weight samples also give the moments of an **autoencoder** in its latent and output space (Laplacian autoencoders,
 figure 2), for any module with submodules `encoder` and `decoder`. Each sample `θ_s = (ψ_s, φ_s)` is an encoder `e_ψ`
@@ -37,7 +37,7 @@ from lightning_bayes.posterior.at_mean import at_mean, unflatten
 from lightning_bayes.posterior.gaussian import NEEDS_WHOLE, implements
 from lightning_bayes.predictive.prediction import TensorFields
 
-CHUNK, MOST_CHUNK = 2**28, 2**30  # bytes of the samples that go through the network together
+CHUNK, MOST_CHUNK = 2**28, 2**30  # bytes of the samples that the network evaluates together
 SHARED = 2**30  # bytes of weight samples that batches share
 
 
@@ -69,7 +69,7 @@ def each_function(
     consume: Callable[[Tensor], None],
     differentiable: bool = False,
 ) -> None:
-    """`sample_functions` that passes one draw `[B, ...]` after the other to `consume`."""
+    """Like `sample_functions`, but pass the draws `[B, ...]` to `consume` one by one."""
     if linearised and posterior.is_sharded:
         raise PosteriorError(f"the linearised network {NEEDS_WHOLE}: use linearised=False")
     with at_mean(posterior, x, differentiable) as x:
@@ -85,8 +85,8 @@ def each_function(
 
 
 def draw_move(posterior: GaussianPosterior, generator: torch.Generator | None) -> Tensor:
-    """A weight sample minus the network's weights. Every sample is drawn by itself, so the numbers do not depend on how
-    many go through the network together.  # [P]"""
+    """A weight sample minus the network's weights. Each sample is drawn separately, so its numbers do not depend on how
+    many samples the network evaluates together.  # [P]"""
     if isinstance(generator, SharedDraws):
         return generator.move(posterior)
     return _new_move(posterior, generator)
@@ -130,8 +130,8 @@ class SharedDraws(torch.Generator):
 
 
 def _samples_together(posterior: GaussianPosterior, x: Any) -> int:
-    """As many samples as fit in the cache, but at least four, which share the network's own pass, if memory allows. The
-    widest layer is assumed to be sixteen times as large as the input."""
+    """As many samples as fit in the cache, but at least four if memory allows, because they share the network's own
+    pass. The widest layer is assumed to be sixteen times as large as the input."""
     numbers = posterior.subset.full_size + 16 * sum(t.numel() for t in inputs.tensors(x))
     size = numbers * posterior.mean.element_size()
     return max(1, CHUNK // size, min(4, MOST_CHUNK // size))
@@ -236,8 +236,8 @@ def reconstruct(
     keep_samples: bool = False,
     parts: Sequence[str] = tuple(PARTS),
 ) -> Reconstruction:
-    """The moments in the spaces of these parts. Each sampled decoder reads what its sample's encoder returned. The same
-    generator draws the same networks for all parts and batches."""
+    """The moments of the latent variables, of the outputs, or of both. Each sampled decoder reads the latent variables
+    of its own sample's encoder. The same generator draws the same networks for all batches."""
     count("samples", samples)
     check_generator(generator)
     flag("keep_samples", keep_samples)
@@ -272,7 +272,7 @@ def reconstruct(
 
 
 class _Chain(nn.Module):
-    """Parts of a network in a row, as one `forward` that a functional call can run with other weights."""
+    """Several parts of a network in sequence, as one `forward` for functional calls with other weights."""
 
     def __init__(self, network: nn.Module, parts: Sequence[str]) -> None:
         super().__init__()

@@ -1,22 +1,21 @@
-"""`DeepEnsemble`: one predictive from several posteriors, each of a network of its own.
+"""`DeepEnsemble`: one predictive from several posteriors, each of a different network.
 
 It is the mixture of the members' predictives, `p(y | x) = Σₘ wₘ pₘ(y | x)`. Its moments follow from theirs by the law
-of total variance, with the member as one more thing that is not known:
+of total variance, with the choice of the member as a further unknown:
 
     μ         = Σₘ wₘ μₘ                                  (for classes, the probabilities)
     epistemic = Σₘ wₘ epistemicₘ + Σₘ wₘ (μₘ − μ)²        within the members, and between them
     aleatoric = Σₘ wₘ aleatoricₘ
 
-so that for classes `epistemic + aleatoric = μ(1 − μ)`, as for the members. The entropy of classes is the mixture's
-own, and its epistemic part is `Σₘ wₘ Iₘ + (H[μ] − Σₘ wₘ H[μₘ])`. A regression's mixture is reported, and scored, as the
-Gaussian with its mean and variance, whose entropy is the largest at that variance; `log_prob` is the density of the
-mixture itself.
+For classes, `epistemic + aleatoric = μ(1 − μ)`, as for the members. The entropy of classes is that of the mixture, and
+its epistemic part is `Σₘ wₘ Iₘ + (H[μ] − Σₘ wₘ H[μₘ])`. A regression's mixture is reported and scored as the Gaussian
+with its mean and variance, which has the largest entropy for that variance; `log_prob` is the density of the mixture.
 
-At `predictive="map"` the members are points, and this is the deep ensemble of Lakshminarayanan et al. (2017), "Simple
-and scalable predictive uncertainty estimation using deep ensembles", which matches moments in the same way.
-With a posterior for each member it also knows what is uncertain around each of them (L2M paper, section 4.2).
+With `predictive="map"` the members are points, and this is the deep ensemble of Lakshminarayanan et al. (2017), "Simple
+and scalable predictive uncertainty estimation using deep ensembles", which matches moments in the same way. Posteriors
+add the uncertainty around each member (L2M paper, section 4.2).
 
-A Trainer's checkpoint: the posterior that a callback keeps in it, with the network that it belongs to.
+Members can be loaded from checkpoints, which hold a network and the posterior that a callback fitted to it.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ class DeepEnsemble:
     """The mixture of several posteriors' predictives.
 
     Args:
-        posteriors: one for each trained network, of any method; all with the same kind of likelihood. Each keeps its
+        posteriors: one for each trained network, from any method, all with the same kind of likelihood. Each keeps its
             own noise.
-        member_weights: of the members, relative to each other; by default all count the same.
+        member_weights: relative weights of the members, equal by default.
     """
 
     posteriors: Sequence[GaussianPosterior] = field(repr=False)
@@ -69,12 +68,12 @@ class DeepEnsemble:
         likelihood: Likelihood | None = None,
         member_weights: Sequence[float] | Tensor | None = None,
     ) -> DeepEnsemble:
-        """From the files that posteriors and callbacks write, and the trained network of each."""
+        """Load the files that posteriors and callbacks write, with the trained network of each."""
         listed("paths", paths, "paths")
         listed("networks", [*networks] if isinstance(networks, nn.ModuleList) else networks, "networks")
         if len(paths) != len(networks):
             raise PosteriorError(
-                f"there are {len(paths)} posterior files and {len(networks)} networks: every member needs one of each"
+                f"there are {len(paths)} posterior files and {len(networks)} networks: pass one of each per member"
             )
         members = []
         for path, network in zip(paths, networks, strict=True):
@@ -93,17 +92,17 @@ class DeepEnsemble:
         member_weights: Sequence[float] | Tensor | None = None,
         device: str | torch.device = "cpu",
     ) -> DeepEnsemble:
-        """From the last checkpoints of several Trainers with a posterior callback.
+        """Load the last checkpoints of several Trainers with a posterior callback.
 
         Args:
             paths: one checkpoint for each member.
-            module: the LightningModule's class, which is restored with the arguments that it saved, or a function that
-                makes an untrained one, such as `lambda: LitNet(width=50)`.
-            name: of the callback whose posterior is meant; needed where there were several.
+            module: the LightningModule's class, which is restored with its saved arguments, or a function that makes an
+                untrained one, such as `lambda: LitNet(width=50)`.
+            name: name of the callback, needed if there were several.
             network: the submodule that maps x to f, as in the callback; by default the module itself.
-            likelihood: one whose class has no `name` of its own, so that no file can hold it.
-            member_weights: of the members.
-            device: where the networks go.
+            likelihood: needed if its class has no `name`, because files cannot hold it.
+            member_weights: relative weights of the members, equal by default.
+            device: device of the networks.
         """
         listed("paths", paths, "paths")
         members = []
@@ -117,12 +116,12 @@ class DeepEnsemble:
 
     @property
     def likelihood(self) -> Likelihood:
-        """Of the first member; the others' may differ in their noise."""
+        """The first member's likelihood; the others may have a different noise."""
         return self.posteriors[0].likelihood
 
     @property
     def device(self) -> torch.device:
-        """Of the first member, where predictions are put together."""
+        """The first member's device, where predictions are combined."""
         return self.posteriors[0].device
 
     def predict(
@@ -132,8 +131,8 @@ class DeepEnsemble:
         *,
         generator: torch.Generator | None = None,
     ) -> Prediction:
-        """The mixture of the members' predictions at `x`, made as by `GaussianPosterior.predict`. Each member draws its
-        own samples."""
+        """The mixture of the members' predictions at `x`; for the arguments see `GaussianPosterior.predict`. Each
+        member draws its own samples."""
         members = self.predict_each(x, predictive, generator=generator)
         means = torch.stack([_mean(member) for member in members])  # [M, B, …]
         w = self._weights_like(means)
@@ -157,8 +156,8 @@ class DeepEnsemble:
         *,
         generator: torch.Generator | None = None,
     ) -> list[Prediction]:
-        """Every member's own prediction at `x`, on one device."""
-        # A member gives the global generator back as it was: all would draw the same numbers from it.
+        """The prediction of each member at `x`, on one device."""
+        # Members restore the global generator, so all would draw the same numbers from it.
         generator = copied_generator(self.device) if generator is None else generator
         predictions = []
         for number, posterior in enumerate(self.posteriors):
@@ -181,7 +180,7 @@ class DeepEnsemble:
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """`log Σₘ wₘ N(y; μₘ, varianceₘ)` of every real target.  # the shape of y"""
+        """`log Σₘ wₘ N(y; μₘ, varianceₘ)` of each real target, in the shape of y."""
         members = self.predict_each(x, predictive, generator=generator)
         if members[0].probs is not None:
             raise PosteriorError("log_prob is a density of real targets; for classes take the log of predict(x).probs")
@@ -210,7 +209,7 @@ def _check_members(posteriors: Sequence[GaussianPosterior]) -> None:
         if not isinstance(member, GaussianPosterior):
             raise PosteriorError(
                 f"member {number} is a {type(member).__name__}: an ensemble takes GaussianPosteriors, as fit_laplace "
-                "gives, or a callback's .posterior where the network is not sharded"
+                "returns, or a callback's .posterior if the network is not sharded"
             )
         if _kind(member.likelihood) != _kind(first.likelihood):
             raise PosteriorError(
@@ -218,17 +217,17 @@ def _check_members(posteriors: Sequence[GaussianPosterior]) -> None:
                 f"has {member.likelihood}"
             )
         for other in range(number):
-            # Compared as `check_weights` does, which at least one of the two would fail.
+            # By fingerprints: `check_weights` would fail for at least one of the two.
             same = same_weights(member.fingerprint, posteriors[other].fingerprint)
             if unwrap_output(member.network) is unwrap_output(posteriors[other].network) and not same:
                 raise PosteriorError(
                     f"members {other} and {number} share one network, but belong to different weights of it: give each "
-                    "member a network of its own"
+                    "member its own copy of the network"
                 )
 
 
 def _kind(likelihood: Likelihood) -> tuple[Any, ...]:
-    """What members must agree in. Noise is not among it: each member may have tuned its own."""
+    """What members must agree in. Noise may differ, because each member may have tuned it."""
     return type(likelihood), likelihood.ignore_index
 
 
@@ -256,7 +255,7 @@ def _mean(prediction: Prediction) -> Tensor:
 
 @contextmanager
 def _naming(which: str) -> Iterator[None]:
-    """An error of one member says which one."""
+    """Name the member in its errors."""
     try:
         yield
     except PosteriorError as error:
@@ -286,10 +285,10 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
         checkpoint = read_any(path, "checkpoint")
     except IsADirectoryError:
         raise PosteriorError(
-            "this is a folder, as sharded training writes it: use DeepEnsemble.load with the posteriors' own files"
+            "this is a folder, which sharded training writes: use DeepEnsemble.load with the posteriors' own files"
         ) from None
     if not isinstance(checkpoint, dict):
-        raise PosteriorError(f"{path} holds no checkpoint but {describe(checkpoint)}")
+        raise PosteriorError(f"{path} is no checkpoint: it holds {describe(checkpoint)}")
     return checkpoint
 
 
@@ -300,7 +299,7 @@ def _placed(network: nn.Module, device: str | torch.device) -> nn.Module:
         raise
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:150]
-        raise PosteriorError(f"the network cannot be put on the device {format_value(device)}: {reason}") from error
+        raise PosteriorError(f"the network cannot be moved to the device {format_value(device)}: {reason}") from error
 
 
 def _restore(module: Callable[..., nn.Module], path: str | PathLike[str], checkpoint: dict[str, Any]) -> nn.Module:

@@ -1,7 +1,4 @@
-"""`evaluate`: the numbers that callbacks log, for a posterior or an ensemble of them, without a Trainer.
-
-The numbers reported for predictions: one small set for classification, one for regression.
-"""
+"""`evaluate`: the scores that callbacks log, for a posterior or an ensemble, without a Trainer."""
 
 from __future__ import annotations
 
@@ -48,13 +45,13 @@ def evaluate(
     predictive: PredictiveWord | PredictiveOption = "glm",
     seed: int = 0,
 ) -> dict[str, float]:
-    """How good the predictions are on the `(x, y)` batches of `loader`.
+    """Scores of the predictions on the `(x, y)` batches of `loader`.
 
     Classification: "nll", "acc", "ece", "brier"; regression: "nll", "rmse", "coverage" (of the 95 % interval), all of
-    the Gaussian with the prediction's mean and variance. With `ood_loaders`, whose targets are not looked at, also how
-    well two scores tell their inputs from the others: "ood_auroc_entropy" and "ood_auroc_epistemic", which end in
-    "/dataloader_idx_1", "/dataloader_idx_2", … where there are several, as in a Trainer's log. The other arguments are
-    those of `predict`; the seed is the same for every batch.
+    the Gaussian with the prediction's mean and variance. `ood_loaders`, whose targets are ignored, add the AUROC of two
+    scores that separate their inputs from those of `loader`: "ood_auroc_entropy" and "ood_auroc_epistemic". With
+    several, these end in "/dataloader_idx_1", "/dataloader_idx_2", …, as in a Trainer's log. The other arguments are
+    those of `predict`; the seed is the same for each batch.
     """
     instance("predictor", predictor, (GaussianPosterior, DeepEnsemble), "a posterior or a DeepEnsemble")
     check_loader(loader)
@@ -86,10 +83,10 @@ def score_loaders(
     likelihood: Likelihood,
     device: torch.device,
 ) -> dict[str, float]:
-    """The scores of all predictors, which are called by name, under the keys of a `ScoreTable`.
+    """The scores of named predictors, under the keys of a `ScoreTable`.
 
-    `split(batch, is_ood)` is `(x, y)`, where y may be None if the batch is out-of-distribution; the keys of
-    `ood_loaders` are their names in a message.
+    `split(batch, is_ood)` returns `(x, y)`, where y may be None if the batch is out-of-distribution. The keys of
+    `ood_loaders` name them in messages.
     """
     table, targets = ScoreTable(likelihood, device, len(ood_loaders)), 0
     with preserved_rng(device):  # a shuffling loader draws from the global generator
@@ -108,15 +105,15 @@ def score_loaders(
     return {key: float(value) for key, value in table.compute().items()}
 
 
-ROWS = 2**16  # examples, or positions of a dense output, that are scored at a time
+ROWS = 2**16  # examples, or positions of a dense output, scored at a time
 
 
 class ScoreTable:
-    """Predictors scored side by side, on several dataloaders.
+    """Scores of several predictors on several dataloaders.
 
-    Dataloaders 1 to `n_ood` hold out-of-distribution inputs, whose targets are not looked at. Keys are
-    `<metric>_<predictor>`, or `<metric>` for a predictor that is called "". Those of `compute` end in
-    `/dataloader_idx_<number>` where there are several out-of-distribution dataloaders.
+    Dataloaders 1 to `n_ood` hold out-of-distribution inputs, whose targets are ignored. Keys are
+    `<metric>_<predictor>`, or `<metric>` for the predictor named "". Those of `compute` end in
+    `/dataloader_idx_<number>` if there are several out-of-distribution dataloaders.
     """
 
     def __init__(self, likelihood: Likelihood, device: torch.device, n_ood: int = 0) -> None:
@@ -128,10 +125,10 @@ class ScoreTable:
         return 1 <= dataloader <= self._n_ood
 
     def update(self, predictor: str, prediction: Prediction, y: Tensor | None, dataloader: int = 0) -> None:
-        """With the predictions of a batch; its targets may be None where `is_ood`."""
+        """Add the predictions of a batch; its targets may be None if `is_ood`."""
         is_ood = self.is_ood(dataloader)
         scores = {"entropy": prediction.entropy_score}
-        if predictor != "map":  # the plain network knows nothing epistemic
+        if predictor != "map":  # the plain network has no epistemic uncertainty
             scores["epistemic"] = prediction.epistemic_score
         for number in [dataloader] if is_ood else range(1, self._n_ood + 1):
             for kind, score in scores.items():
@@ -145,7 +142,7 @@ class ScoreTable:
             self._scores.setdefault((predictor, dataloader), Scores(self._device, ignored)).update(prediction, y)
 
     def metrics(self, dataloader: int) -> dict[str, Metric]:
-        """Those that the last batch of a dataloader completes; their keys do not hold its number."""
+        """The metrics that the last batch of a dataloader completes; their keys do not hold its number."""
         metrics: dict[str, Metric] = {}
         for (predictor, number), scores in self._scores.items():
             if number == dataloader:
@@ -163,7 +160,7 @@ class ScoreTable:
         return numbers
 
     def pictures(self) -> Iterator[tuple[str, Metric]]:
-        """What `plots=True` draws: names, and the metrics that draw."""
+        """The names and metrics of the figures that `plots=True` draws."""
         for (predictor, number), scores in self._scores.items():
             if scores.picture is not None:
                 kind, metric = scores.picture
@@ -175,8 +172,8 @@ class Scores:
 
     def __init__(self, device: torch.device, ignore_index: int | None = None) -> None:
         self._device, self._ignore_index = float64_device(device), ignore_index
-        self.metrics: dict[str, Any] = {}  # by name, once there has been a prediction
-        self._curve: RegressionCalibrationError | None = None  # drawn, but not among the numbers
+        self.metrics: dict[str, Any] = {}  # by name, after the first prediction
+        self._curve: RegressionCalibrationError | None = None  # only drawn
 
     def update(self, prediction: Prediction, y: Tensor) -> None:
         if prediction.probs is not None:
@@ -189,7 +186,7 @@ class Scores:
 
     @property
     def picture(self) -> tuple[str, Metric] | None:
-        """The kind of picture that shows these predictions, and the metric that draws it."""
+        """The kind of figure for these predictions, and the metric that draws it."""
         if "ece" in self.metrics:
             return "reliability", self.metrics["ece"]
         return None if self._curve is None else ("calibration", self._curve)
@@ -201,7 +198,7 @@ class Scores:
         if probs.ndim == y.ndim:  # one probability per label
             probs, y = probs.flatten(), y.flatten().long()
             probs = torch.stack((1 - probs, probs), dim=1)
-        else:  # dense outputs: every position is an example
+        else:  # dense outputs: each position is an example
             probs, y = probs.movedim(1, -1).flatten(0, -2), y.flatten()
         if self._ignore_index is not None:
             known = y != self._ignore_index
@@ -234,6 +231,6 @@ class Scores:
 
     def _make(self, **kinds: Callable[[], Metric]) -> dict[str, Any]:
         if not self.metrics:
-            # In float64 whatever the default, which a Trainer in half precision changes.
+            # float64, because a Trainer in half precision changes the default dtype.
             self.metrics = {name: kind().to(self._device).set_dtype(torch.float64) for name, kind in kinds.items()}
         return self.metrics

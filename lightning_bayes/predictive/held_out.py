@@ -1,6 +1,6 @@
-"""Predictions scored on held-out data, and the one number that `calibrate` takes from them.
+"""Scores on held-out data: `calibrate`, and `tune_prior("grid")`, which chooses the best of many priors.
 
-The best of many priors on validation data, scored with the predictive and link that will be used.
+Predictions are scored with the predictive and link that will be used.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from lightning_bayes.predictive.predict import FunctionDraws, Integral, OutputLa
 
 logger = logging.getLogger("lightning_bayes")
 Posterior = TypeVar("Posterior", bound=GaussianPosterior)
-Candidates = Sequence[GaussianPosterior | None]  # that differ by their priors; None is the plain network
+Candidates = Sequence[GaussianPosterior | None]  # they differ in their priors; None is the plain network
 
 LOG_TEMPERATURES = tuple(math.log(2) * k / 4 for k in range(-24, 13))  # 1/64 to 8
-CACHED = 2**13  # positions that are worked on at a time
-FEW = 50  # examples, below which one number is hardly known
+CACHED = 2**13  # positions processed at a time
+FEW = 50  # examples; with fewer, even one number is uncertain
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How the scored predictions are made, and where their temperature applies."""
+    """How predictions are made for scoring, and where the temperature applies."""
 
     predictive: PredictiveOption = field(default_factory=GLM)
     seed: int = 0
-    of: str | None = "outputs"  # None: predictions stay without one
+    of: str | None = "outputs"  # None: no temperature
 
     def __post_init__(self) -> None:
         check_seed("seed", self.seed)
@@ -61,14 +61,14 @@ class Scoring:
         return law.choose_link(likelihood, self.predictive.link or default)
 
     def integrate(self, likelihood: Likelihood, law: OutputLaw) -> Predictive:
-        """Without the decomposition into epistemic and aleatoric parts where that would be drawn."""
+        """The predictive, without the split into epistemic and aleatoric parts if that would need samples."""
         link = self.link_of(likelihood, law)
         samples = self.predictive.samples if link == "mc" else 0
         return law.integrate(Integral(likelihood, link, samples, generator_on(law.mean.device).manual_seed(self.seed)))
 
     def tempered(self, likelihood: Likelihood, law: OutputLaw) -> Iterator[Predictive]:
-        """At every one of `LOG_TEMPERATURES`."""
-        if self.of == "outputs" or law.is_point:  # of a point both places are the same, and this one never saturates
+        """The predictive at each of `LOG_TEMPERATURES`."""
+        if self.of == "outputs" or law.is_point:  # for a point both are the same, and this one never saturates
             yield from (self.integrate(likelihood, law.tempered(math.exp(t))) for t in LOG_TEMPERATURES)
             return
         predictive = self.integrate(likelihood, law)
@@ -97,8 +97,8 @@ def calibrate(
 def temperature_table(
     posterior: GaussianPosterior, candidates: Candidates, loader: Iterable[Any], scoring: Scoring
 ) -> tuple[Tensor, str]:
-    """The negative log-likelihood of every held-out example for every candidate and every
-    temperature, and the link that was used; one pass over the data.  # [D, K, N]"""
+    """The negative log-likelihood of each held-out example for each candidate and temperature, and the link that was
+    used, in one pass over the data.  # [D, K, N]"""
     likelihood, columns, link = posterior.likelihood, [], ""
     for laws, y in held_out_laws(posterior, candidates, loader, scoring):
         link = scoring.link_of(likelihood, laws[0])
@@ -115,8 +115,8 @@ def _at_temperatures(law: OutputLaw, y: Tensor, likelihood: Likelihood, scoring:
 
 
 def _nll_of_draws(law: OutputLaw, y: Tensor, likelihood: Likelihood) -> Tensor:
-    """The outputs at every temperature in one pass over draws that are not kept, of which the probability of each
-    label stays: `−log (1/S) Σ_s p(y | f_s/T)`.  # [K, B]"""
+    """`−log (1/S) Σ_s p(y | f_s/T)` at every temperature, in one pass over draws, of which only the labels'
+    probabilities are summed.  # [K, B]"""
     assert isinstance(law.draws, FunctionDraws)
     labels, B = y.flatten(), len(y)
     p = torch.zeros(len(LOG_TEMPERATURES), len(labels), dtype=torch.float64, device=y.device)  # [K, B·R]
@@ -135,7 +135,7 @@ def _nll_of_draws(law: OutputLaw, y: Tensor, likelihood: Likelihood) -> Tensor:
 
 @dataclass(frozen=True)
 class Errors:
-    """What a Gaussian's log-likelihood of held-out data is made of, at every precision, for any factor on the variance:
+    """The terms of a Gaussian's log-likelihood of held-out data for each candidate, with a factor `s` on the variance:
     `−log p = ½ C (r/s + log s) + l`."""
 
     ratio: Tensor  # r = (y − m)²/v, averaged over the C outputs of an example [D, N]
@@ -152,7 +152,7 @@ class Errors:
 def squared_errors(
     posterior: GaussianPosterior, candidates: Candidates, loader: Iterable[Any], scoring: Scoring
 ) -> Errors:
-    """One pass over the data."""
+    """The `Errors` of all candidates, from one pass over the data."""
     ratios, logs, link, outputs = [], [], "", 1
     for laws, y in held_out_laws(posterior, candidates, loader, scoring):
         link = scoring.link_of(posterior.likelihood, laws[0])
@@ -169,7 +169,7 @@ def squared_errors(
 def held_out_laws(
     posterior: GaussianPosterior, candidates: Candidates, loader: Iterable[Any], scoring: Scoring
 ) -> Iterator[tuple[list[OutputLaw], Tensor]]:
-    """For every batch the laws of the outputs, and its targets; data that say nothing are an error."""
+    """For each batch, the laws of the outputs and the targets. Data without usable targets raise an error."""
     scoring.check(posterior.likelihood)
     present = [candidate for candidate in candidates if candidate is not None]
     targets, draws = _Targets(posterior.likelihood), SharedDraws(posterior.device)
@@ -182,14 +182,14 @@ def held_out_laws(
             mean = of_plain[0].mean
             posterior.likelihood.check(mean, y)
             targets.add(y)
-            remaining = iter(laws)  # in float64 probabilities round to zero or one much later
+            remaining = iter(laws)  # float64, so that fewer probabilities round to zero or one
             laws = [OutputLaw(mean) if candidate is None else next(remaining) for candidate in candidates]
             yield [law.map(in_float64) for law in laws], y.to(float64_device(y.device))
     targets.check()
 
 
 def best_temperature(nll: Tensor) -> float:
-    """The minimum of the parabola through the best temperature and its neighbours; 1 where nothing is finite.  # [K]"""
+    """The minimum of the parabola through the best temperature and its neighbours; 1 if no score is finite.  # [K]"""
     if not nll.isfinite().any():
         return 1.0
     nll = nll.nan_to_num(torch.inf, posinf=torch.inf)
@@ -202,7 +202,7 @@ def best_temperature(nll: Tensor) -> float:
 
 
 class _Targets:
-    """What is to be known of the held-out targets, of which an image has one for each pixel."""
+    """Checks of the held-out targets; an image may have one for each pixel."""
 
     def __init__(self, likelihood: Likelihood) -> None:
         self._likelihood, self._n, self._labels = likelihood, 0, torch.empty(0, device="cpu")
@@ -225,12 +225,12 @@ class _Targets:
             if len(self._labels) < 2:
                 kind = "class" if self._likelihood.chooses_one_class else "label"
                 raise DataError(
-                    f"the held-out data have one {kind} only ({self._labels.tolist()}), which cannot tell whether "
+                    f"the held-out data have one {kind} only ({self._labels.tolist()}), so they cannot measure whether "
                     "probabilities are right: hold out data of all classes"
                 )
         if self._n < FEW:
             logger.warning(
-                "only %d examples are held out: what they choose is hardly known; hold out %d or more", self._n, FEW
+                "only %d examples are held out, so the choice is uncertain: hold out %d or more", self._n, FEW
             )
 
 
@@ -243,8 +243,8 @@ def grid(
     calibrate: str | None,
     seed: int,
 ) -> LaplacePosterior:
-    """The prior on a grid, even in log δ, with the best score in one pass over validation data. All priors use the same
-    seed, so that their scores differ by the prior alone."""
+    """The best-scoring prior on a grid that is uniform in log δ, in one pass over validation data. All priors use the
+    same seed, so their scores differ only by the prior."""
     if loader is None:
         raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
     metric, priors = tuning.metric, _priors(posterior, predictive, tuning)
@@ -296,7 +296,7 @@ class _NLL:
 
 
 class _Metric:
-    """A metric of the user's, with the arguments that it takes."""
+    """A user's metric, called with the arguments that it takes."""
 
     def __init__(self, metric: Any) -> None:
         self._metric = metric

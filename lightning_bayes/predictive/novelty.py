@@ -33,7 +33,7 @@ from lightning_bayes.structures.factor import Factor
 
 @dataclass(frozen=True, eq=False)
 class LastLayer:
-    """What the data say of the last layer's inputs, the same for all priors of one curvature."""
+    """The data's information on the last layer's inputs, which does not depend on the prior."""
 
     layer: Subset
     factor: Factor  # Q diag(μ) Qᵀ

@@ -1,7 +1,7 @@
-"""From a posterior and `x` to a `Prediction`: the distribution of the outputs at `x` (`OutputLaw`), integrated by the
-likelihood, and corrected by the calibration.
+"""From a posterior and `x` to a `Prediction`: the likelihood integrates over the distribution of the outputs at `x`
+(`OutputLaw`), and the calibration corrects the result.
 
-- `glm`: the outputs of the linearised network (GLM paper, eqs. (10) and (13)), whose exact Hessian the GGN is: a
+- `glm`: the outputs of the linearised network (GLM paper, eqs. (10) and (13)), whose exact Hessian is the GGN: a
   Gaussian in closed form. With many outputs (1,000 classes, images) it is sampled by forward-mode products with weight
   samples, so neither cost nor memory grows with the square of the outputs.
 - `bnn`: the outputs of the network itself at weight samples (eq. (9)).
@@ -9,8 +9,8 @@ likelihood, and corrected by the calibration.
 - `gp`: the outputs of the linearised network in function space (eqs. (15) and (16)), conditioned on training points: a
   Gaussian.
 
-Draws that are too large to keep, such as a hundred images, are repeated one after the other whenever they are needed,
-and only running moments of them are kept.
+Draws that are too large to keep, such as a hundred images, are drawn again when needed, and only running moments are
+stored.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from lightning_bayes.predictive.draws import RunningMoments, each_function, samp
 from lightning_bayes.predictive.prediction import Prediction, TensorFields
 
 MANY = 64  # outputs per example above which the linearised network is sampled
-MANY_TOGETHER = 512  # the same for examples that are computed together, over all of them
-CHUNK = 2**21  # numbers of covariances of positions that are integrated at a time
-KEPT = 2**26  # bytes of draws that are kept
+MANY_TOGETHER = 512  # the same for examples that the network computes together, over all of them
+CHUNK = 2**21  # entries of the covariances of positions integrated at a time
+KEPT = 2**26  # bytes of draws kept in memory
 NEGLIGIBLE = 2.0**40  # a prior precision, exact in every dtype, that leaves only the plain network
 
 
@@ -84,7 +84,7 @@ def predict(
 
 @dataclass(frozen=True, eq=False)
 class OutputLaw(TensorFields):
-    """The distribution of the outputs: a Gaussian by mean and covariance, draws, or, with neither, the mean alone."""
+    """The distribution of the outputs: a Gaussian with mean and covariance, draws, or just the mean."""
 
     mean: Tensor  # f(x; θ*) [B, ...]
     covariance: Tensor | None = None  # [B, C, C]
@@ -194,7 +194,7 @@ def has_many_outputs(posterior: GaussianPosterior, x: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class FunctionDraws:
-    """`n` functions at `x` that are drawn again by each call of `each`."""
+    """`n` functions at `x`, which each call of `each` draws again."""
 
     posterior: GaussianPosterior
     x: Any
@@ -205,7 +205,7 @@ class FunctionDraws:
     change: Callable[[Tensor], Tensor]  # applied to each draw
 
     def each(self, consume: Callable[[Tensor], None]) -> None:
-        """Pass one draw `[B, ...]` after the other to `consume`."""
+        """Pass the draws `[B, ...]` to `consume` one by one."""
         self.generator.set_state(self.state)
         each_function(
             self.posterior, self.x, self.n, self.generator, self.linearised, lambda f: consume(self.change(f))
@@ -317,8 +317,8 @@ def _mixture(
 
 
 class RunningMixture:
-    """The mean of the predictives at outputs that arrive one after the other, by the law of total variance. For class
-    labels also their mutual information with the outputs, `H[E[p]] − E[H[p]]`."""
+    """The mean of the predictives at outputs that arrive one by one, by the law of total variance. For class labels
+    also their mutual information with the outputs, `H[E[p]] − E[H[p]]`."""
 
     def __init__(self, likelihood: Likelihood) -> None:
         self._likelihood, self._moments = likelihood, RunningMoments()

@@ -1,7 +1,7 @@
-"""What a predictive answers: tensors, on any device.
+"""`Prediction`: the result of a predictive, as tensors.
 
-A `Prediction` stores what integrating over the outputs gives. All else follows from that, and is computed when it is
-asked for. `B` examples come first in every tensor; dense outputs have positions after the classes or outputs.
+A `Prediction` stores the results of the integral over outputs. Everything else follows from them and is computed on
+access. The first dimension of each tensor is the `B` examples; dense outputs have positions after classes or outputs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Self = TypeVar("Self", bound="TensorFields")
 
 @dataclass(frozen=True, eq=False)
 class TensorFields:
-    """A dataclass of tensors, some of which may be missing."""
+    """A dataclass of tensors, some of which may be None."""
 
     def to(self: Self, *args: Any, **kwargs: Any) -> Self:
-        """On another device or in another dtype, with the arguments of `Tensor.to`."""
+        """The same tensors on another device or in another dtype; takes the arguments of `Tensor.to`."""
         return self.map(lambda t: t.to(*args, **kwargs))
 
     def cpu(self: Self) -> Self:
         return self.to(torch.device("cpu"))
 
     def map(self: Self, change: Callable[[Tensor], Tensor]) -> Self:
-        """`change` applied to every tensor."""
+        """Apply `change` to each tensor."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: change(t) for name, t in values.items() if isinstance(t, Tensor)})
 
@@ -45,13 +45,13 @@ class TensorFields:
 class Prediction(TensorFields):
     """The predictive distribution of a batch.
 
-    Classification: `probs` `[B, C, …]`; yes/no labels: `probs` `[B, …]` of a yes; regression: `mean` and `variance`
-    (noise included). For all of them the two sources of uncertainty, per output (Kwon et al. 2020): `epistemic`, which
-    more data would remove, and `aleatoric`, which is in the data; the `entropy` of the predictive distribution, and the
-    part of it that is epistemic, the `mutual_information` of target and weights, both in nats, per label or output.
+    Classification has `probs` `[B, C, …]`, yes/no labels have `probs` `[B, …]` of a yes, and a regression has `mean`
+    and `variance` (noise included). All have the two sources of uncertainty per output (Kwon et al. 2020): `epistemic`,
+    which more data would reduce, and `aleatoric`, which is in the data. They also have the `entropy` of the predictive
+    distribution and its epistemic part, the `mutual_information` of target and weights, in nats per label or output.
 
-    `prediction[examples]` is the prediction of some of them, by a number, a slice, a list or a mask; a number keeps the
-    batch dimension. `Prediction.cat` puts together what `trainer.predict` returns.
+    `prediction[examples]` selects examples by a number, a slice, a list or a mask; a number keeps the batch dimension.
+    `Prediction.cat` joins the batches that `trainer.predict` returns.
     """
 
     epistemic: Tensor
@@ -81,7 +81,7 @@ class Prediction(TensorFields):
 
     @property
     def label(self) -> Tensor:
-        """The likeliest class, or for yes/no labels 1 where a yes is likelier than not.  # [B, …]"""
+        """The most likely class; for yes/no labels, 1 if the probability of a yes exceeds 0.5.  # [B, …]"""
         probs = self._of_classes("label", "its best guess is `mean`")
         return (probs > 0.5).long() if self.kind == "binary" else probs.argmax(1)
 
@@ -97,8 +97,8 @@ class Prediction(TensorFields):
         return self._of_real_targets("std", "use `confidence`, `entropy` or `epistemic`")[1].sqrt()
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Lower and upper end of the central interval that holds a real target with probability `level`, of the
-        Gaussian with this mean and variance; each output by itself.  # [B, …] each"""
+        """Lower and upper end of the central interval that contains a real target with probability `level` under the
+        Gaussian with this mean and variance, for each output separately.  # [B, …] each"""
         between("level", level, 0, 1, borders=False)
         way = "use sets of classes instead: posterior.conformalize(loader, level).sets(prediction)"
         mean, variance = self._of_real_targets("interval", way)
@@ -124,13 +124,13 @@ class Prediction(TensorFields):
         return self.map(lambda t: t[index if isinstance(index, slice) else index.to(t.device)])
 
     def __iter__(self) -> Iterator[Prediction]:
-        """One example after the other, each a prediction of one."""
+        """Iterate over the examples, each a prediction of one."""
         return (self[n] for n in range(len(self)))
 
     @staticmethod
     def cat(predictions: Sequence[Prediction]) -> Prediction:
         """The predictions of several batches as one."""
-        _check_alike(listed("predictions", predictions, "predictions, as trainer.predict returns it"))
+        _check_alike(listed("predictions", predictions, "predictions, as trainer.predict returns"))
         tensors: dict[str, Any] = {}
         for field in fields(Prediction):
             parts = [getattr(prediction, field.name) for prediction in predictions]
@@ -138,8 +138,8 @@ class Prediction(TensorFields):
         return replace(predictions[0], **tensors)
 
     def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
-        """All numbers by name as arrays on the CPU, the derived ones too: `label` and `confidence`, or `std`; as
-        `np.savez(path, **prediction.numpy())` takes them."""
+        """All fields and the derived `label` and `confidence`, or `std`, as arrays by name, for instance for
+        `np.savez(path, **prediction.numpy())`."""
         stored = {field.name: getattr(self, field.name) for field in fields(self)}
         derived = {"std": self.std} if self.probs is None else {"label": self.label, "confidence": self.confidence}
         return {name: t.detach().cpu().numpy() for name, t in {**stored, **derived}.items() if t is not None}
@@ -180,7 +180,7 @@ def real_targets(mean: Tensor, y: Tensor) -> Tensor:
 
 
 def unfit_targets(main: Tensor, y: Tensor, what: str, shape: torch.Size) -> DataError:
-    """An error for targets that do not belong to these probabilities or means."""
+    """The error for targets whose shape does not fit the prediction."""
     return DataError(
         f"predictions of shape {list(main.shape)} need {what} of shape {list(shape)}, got {y.dtype} of shape "
         f"{list(y.shape)}"
@@ -188,15 +188,15 @@ def unfit_targets(main: Tensor, y: Tensor, what: str, shape: torch.Size) -> Data
 
 
 def _rows(examples: Any, size: int) -> slice | Tensor:
-    """Rows of a tensor that keep its batch dimension."""
-    if isinstance(examples, slice):  # torch has none that go back
+    """An index of rows that keeps the batch dimension."""
+    if isinstance(examples, slice):  # torch has no negative steps
         return (
             examples
             if (examples.step or 1) > 0
             else torch.tensor(range(size)[examples], dtype=torch.long, device="cpu")
         )
     try:
-        none = isinstance(examples, list) and not examples  # which torch takes for floats
+        none = isinstance(examples, list) and not examples  # torch would read it as floats
         index = examples if isinstance(examples, Tensor) else torch.as_tensor(examples, device="cpu")
         index = index.long() if none else index
     except (TypeError, ValueError, RuntimeError):
@@ -215,7 +215,7 @@ def _rows(examples: Any, size: int) -> slice | Tensor:
 
 
 def _check_alike(predictions: Sequence[Any]) -> None:
-    """Refuse what cannot be put together."""
+    """Raise an error for predictions that cannot be joined."""
     if not len(predictions):
         raise ValueError("predictions is an empty list: cat needs at least one")
     for prediction in predictions:
@@ -235,7 +235,7 @@ def _check_alike(predictions: Sequence[Any]) -> None:
             raise ValueError(f"predictions are of different kinds, {first.kind} and {prediction.kind}")
         if prediction._main.device != first._main.device:
             raise ValueError(
-                f"predictions are on several devices, {first._main.device} and {prediction._main.device}: bring them "
+                f"predictions are on several devices, {first._main.device} and {prediction._main.device}: move them "
                 "to one, as in [prediction.cpu() for prediction in predictions]"
             )
         if prediction._main.shape[1:] != first._main.shape[1:]:

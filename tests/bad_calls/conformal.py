@@ -26,7 +26,7 @@ indexing("examples", 5, "there are 5 examples, got the index 5")
 indexing("examples", [True, False], "a mask needs the shape of the examples, [5]")
 together = Table("Prediction.cat", lambda t, **given: Prediction.cat(**given), Prediction.cat)
 together("predictions", [], "is an empty list")
-together("predictions", None, "must be a list of predictions, as trainer.predict returns it, got None")
+together("predictions", None, "must be a list of predictions, as trainer.predict returns, got None")
 together("predictions", [3], "must be a list of predictions, got one with 3")
 together("predictions", [{"laplace": 3}], "of several callbacks: choose one of ['laplace']")
 together("predictions", [[3]], "of several dataloaders")
@@ -53,7 +53,7 @@ conforming("loader", Of(lambda t: [(t.x, t.y + 3)], "unknown"), "must be classes
 conforming("loader", Of(lambda t: [(t.x, 0 * t.y - 100)], "ignored"), "no held-out target counts", named=False)
 words(conforming, "predictive")
 conforming("predictive", GLM(link="logit"), "choose one of 'probit', 'pairwise'", named="link")
-from_prediction("prediction", Of(lambda t: t.x, "tensor"), "must be a Prediction; Prediction.cat puts batches together")
+from_prediction("prediction", Of(lambda t: t.x, "tensor"), "must be a Prediction; Prediction.cat joins batches")
 from_prediction("y", None, "must be a tensor of targets, got None")
 from_prediction("y", Of(lambda t: t.y[:3], "fewer"), "need class labels of shape [5]", named=False)
 from_prediction("ignore_index", "pad", "must be a whole number, got 'pad'")
@@ -64,7 +64,7 @@ _intervals_of = Table(
     Conformal.interval,
 )
 for _table in (_sets_of, _intervals_of):
-    _table("prediction", None, "must be a Prediction, as posterior.predict gives it, got None")
+    _table("prediction", None, "must be a Prediction, as posterior.predict returns, got None")
 _sets_of("prediction", Of(lambda t: t.regressor.predict(t.x), "real"), "but the prediction is of regression")
 _intervals_of("prediction", Of(lambda t: t.classifier.predict(t.x), "classes"), "the prediction is of classification")
 _loaded = Table(

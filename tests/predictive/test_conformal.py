@@ -310,9 +310,9 @@ def test_what_cannot_be_scored_is_one_sentence() -> None:
     for call, words in [
         (lambda: conformal.interval(of_probs(probs)), "classes have sets, not intervals"),
         (lambda: interval.sets(real), "real targets have intervals, not sets"),
-        (lambda: conformal.sets(real), "is of classification, but the prediction is of regression"),
-        (lambda: interval.interval(of_real(probs[:, :2], probs[:, :2])), "of 5 outputs, but the prediction has 2"),
-        (lambda: conformal.predict(probs), r"without a posterior: use sets\(prediction\)"),
+        (lambda: conformal.sets(real), "is for classification, but the prediction is of regression"),
+        (lambda: interval.interval(of_real(probs[:, :2], probs[:, :2])), "for 5 outputs, but the prediction has 2"),
+        (lambda: conformal.predict(probs), r"has no posterior: use sets\(prediction\)"),
     ]:
         with pytest.raises(PosteriorError, match=words):
             call()

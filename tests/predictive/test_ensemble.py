@@ -360,7 +360,7 @@ class TestErrors:
         with torch.no_grad():
             network[0].bias += 1
         second = fit_laplace(network, [(X, LABELS)])
-        with pytest.raises(PosteriorError, match=r"members 0 and 1 share one network, .* a network of its own"):
+        with pytest.raises(PosteriorError, match=r"members 0 and 1 share one network, .* its own copy of the network"):
             DeepEnsemble([first, second])
 
     def test_two_posteriors_of_the_same_weights_are_welcome(self) -> None:

@@ -435,7 +435,7 @@ def test_what_cannot_be_put_together_says_why() -> None:
     elsewhere = classes.to("meta")
     for bad, error, words in [
         ([], ValueError, "empty list"),
-        (classes, TypeError, "must be a list of predictions, as trainer.predict returns it"),
+        (classes, TypeError, "must be a list of predictions, as trainer.predict returns"),
         ([classes, real], ValueError, "of different kinds, classification and regression"),
         ([classes, dense], ValueError, r"of shapes \[7, 3\] and \[7, 3, 2, 2\]"),
         ([classes, elsewhere], ValueError, r"on several devices, cpu and meta.*\[prediction.cpu\(\) for"),
