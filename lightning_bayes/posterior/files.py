@@ -54,7 +54,7 @@ _CURVATURE = (
 )
 _COMMON = (
     *("type", "names", "shapes", "mask", "likelihood", "mean", "n_data", "fingerprint"),
-    *("calibrations", "shift", "output"),
+    *("calibrations", "shift", "known_novelty", "output"),
 )
 _LAPLACE = ("curvature", *_CURVATURE, "prior_precision", "prior", "temperature", "damping", "points")
 # What torch.load raises for damaged contents, besides UnpicklingError.
@@ -80,6 +80,7 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "fingerprint": posterior.fingerprint,
         "calibrations": [asdict(calibration) for calibration in posterior.calibrations],
         "shift": posterior.shift,
+        "known_novelty": posterior.known_novelty,
         "output": asdict(output_of(ungathered(posterior.network))),
     }
     if not isinstance(posterior, LaplacePosterior):
@@ -129,14 +130,16 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
     mean, structure = state["mean"].to(device), structure.to(device)
     likelihood = likelihood or likelihood_from(state["likelihood"], device)
     calibrations = tuple(Calibration(**calibration) for calibration in state["calibrations"])
-    shift = None if state["shift"] is None else state["shift"].to(device)
+    shift, known = (None if (t := state[name]) is None else t.to(device) for name in ("shift", "known_novelty"))
     n_data, fingerprint = state["n_data"], state["fingerprint"]
     if not is_laplace:
-        return GaussianPosterior(network, subset, likelihood, mean, structure, n_data, fingerprint, calibrations, shift)
-    known = {name: state[name] for name in _CURVATURE}
-    known["gradient"] = None if known["gradient"] is None else known["gradient"].to(device)
+        return GaussianPosterior(
+            network, subset, likelihood, mean, structure, n_data, fingerprint, calibrations, shift, known_novelty=known
+        )
+    sums = {name: state[name] for name in _CURVATURE}
+    sums["gradient"] = None if sums["gradient"] is None else sums["gradient"].to(device)
     curvature = Curvature(
-        structure=structure, subset=subset, likelihood=likelihood, n_data=n_data, output=output_of(network), **known
+        structure=structure, subset=subset, likelihood=likelihood, n_data=n_data, output=output_of(network), **sums
     )
     posterior = LaplacePosterior.around(
         network, mean, fingerprint, curvature, state["prior_precision"], state["temperature"], state["damping"], prior
@@ -144,7 +147,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
     points = state["points"]
     if points is not None:
         points = _parse(lambda parts: TrainingPoints(**parts), points, "training points")
-    return replace(posterior, calibrations=calibrations, shift=shift, points=points)
+    return replace(posterior, calibrations=calibrations, shift=shift, points=points, known_novelty=known)
 
 
 def _parse(from_state: Callable[[Any], Part], state: Any, what: str) -> Part:

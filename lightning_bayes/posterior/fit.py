@@ -307,7 +307,9 @@ def update(
         first_example=old.n_data,
     )
     both = _sum(old, new)
-    return replace(posterior, curvature=both, n_data=both.n_data).with_prior(posterior.prior_precision)
+    return replace(posterior, curvature=both, n_data=both.n_data, known_novelty=None).with_prior(
+        posterior.prior_precision
+    )
 
 
 def _structure(old: Curvature) -> StructureOption:

@@ -161,6 +161,7 @@ class GaussianPosterior:
     calibrations: tuple[Calibration, ...] = ()  # at most one for each predictive and link
     shift: Tensor | None = None  # mean − the network's weights, for a refined posterior [P]
     plans: PlanCache = field(default_factory=PlanCache)
+    known_novelty: Tensor | None = None  # of held-out inputs, ascending [n]
 
     @property
     def device(self) -> torch.device:
@@ -206,7 +207,10 @@ class GaussianPosterior:
             "mean": self.mean.to(device),
             "precision": self.precision.to(device),
             "likelihood": self.likelihood.to(device),
-            "shift": None if self.shift is None else self.shift.to(device),
+            **{
+                name: None if (value := getattr(self, name)) is None else value.to(device)
+                for name in ("shift", "known_novelty")
+            },
         }
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:

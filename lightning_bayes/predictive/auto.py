@@ -47,6 +47,7 @@ from lightning_bayes.predictive.held_out import (
     squared_errors,
     temperature_table,
 )
+from lightning_bayes.predictive.novelty import KnownInputs
 from lightning_bayes.predictive.predict import MANY, NEGLIGIBLE, is_plain
 
 logger = logging.getLogger("lightning_bayes")
@@ -71,7 +72,8 @@ def tune_auto(
     scoring.check(posterior.likelihood)
     if loader is None:
         return without_held_out_data(posterior)
-    chosen = survey(posterior, check_loader(loader), scoring, tune=True, calibrate=calibrate is not None).on()
+    known = KnownInputs(posterior, check_loader(loader))
+    chosen = known.keep_in(survey(posterior, known, scoring, tune=True, calibrate=calibrate is not None).on())
     if is_plain(chosen):
         logger.info("the posterior adds nothing on the held-out data: predictions are the plain network's")
     return chosen

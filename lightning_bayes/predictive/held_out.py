@@ -28,6 +28,7 @@ from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PLACES, Calibration, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.predictive.draws import SharedDraws
+from lightning_bayes.predictive.novelty import KnownInputs
 from lightning_bayes.predictive.predict import FunctionDraws, Integral, OutputLaw, output_laws
 
 logger = logging.getLogger("lightning_bayes")
@@ -84,14 +85,16 @@ def calibrate(
     posterior: Posterior, loader: Iterable[Any], predictive: str | PredictiveOption, of: str, seed: int
 ) -> Posterior:
     scoring = Scoring(predictive_option(predictive), seed, word("of", of, PLACES))
-    check_loader(loader)
+    known = KnownInputs(posterior, check_loader(loader))
     if posterior.likelihood.has_probs:
-        nll, chosen = temperature_table(posterior, [posterior], loader, scoring)
+        nll, chosen = temperature_table(posterior, [posterior], known, scoring)
         T = best_temperature(nll[0].mean(-1))
-        return posterior.with_calibration(scoring.calibration(chosen, T))
-    errors = squared_errors(posterior, [posterior], loader, scoring)
+        return known.keep_in(posterior).with_calibration(scoring.calibration(chosen, T))
+    errors = squared_errors(posterior, [posterior], known, scoring)
     factor = float(errors.ratio.mean())
-    return posterior.with_calibration(Calibration(scoring.predictive.kind, errors.link, variance_factor=factor))
+    return known.keep_in(posterior).with_calibration(
+        Calibration(scoring.predictive.kind, errors.link, variance_factor=factor)
+    )
 
 
 def temperature_table(

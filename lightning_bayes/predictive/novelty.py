@@ -15,20 +15,23 @@ Directions that no training example has used keep all their variance, as in NuSA
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_bayes.jacobian.plan import find_last_layer
-from lightning_bayes.network import Subset, inputs
+from lightning_bayes.network import CurvatureError, Subset, SubsetError, inputs
 from lightning_bayes.network.accumulation import cast_like
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PlanCache, PosteriorError, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import Structure
 from lightning_bayes.structures.factor import Factor
+
+Posterior = TypeVar("Posterior", bound=GaussianPosterior)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,30 +53,72 @@ class LastLayer:
 @implements("novelty")
 def novelty(posterior: GaussianPosterior, x: Any) -> Tensor:
     """# [B]"""
-    posterior.check_weights()
-    network = posterior.network
+    last = _last_layer(posterior, x)
+    if isinstance(last, str):
+        raise PosteriorError(last)
+    return _score(posterior, last, x)[0]
+
+
+def find_novelty(posterior: GaussianPosterior, x: Any) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """`novelty` and the network's outputs, or nothing for a posterior without it.  # [B], [B, ...]"""
+    last = "its weights are sharded" if posterior.is_sharded else _last_layer(posterior, x)
+    return (None, None) if isinstance(last, str) else _score(posterior, last, x)
+
+
+def novelty_p(known: Tensor, scores: Tensor) -> Tensor:
+    """`(1 + #{known ≥ s}) / (n + 1)` for sorted known scores: a conformal p-value. An input that is exchangeable with
+    the known ones has `p ≤ α` with a probability of at most `α`.  # [n], [B] -> [B]"""
+    as_novel = len(known) - torch.searchsorted(known.to(scores), scores)
+    return (1 + as_novel).to(scores) / (len(known) + 1)
+
+
+class KnownInputs:
+    """Held-out batches; a pass over them also finds how novel their inputs are."""
+
+    def __init__(self, posterior: GaussianPosterior, loader: Iterable[Any]) -> None:
+        self._posterior, self._loader = posterior, loader
+        self._scores: list[Tensor] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self._scores.clear()
+        for batch in self._loader:
+            score, _ = find_novelty(self._posterior, inputs.split(self._posterior.network, batch, "val")[0])
+            self._scores += [] if score is None else [score]
+            yield batch
+
+    def keep_in(self, posterior: Posterior) -> Posterior:
+        """The posterior with these scores, which its predictions compare new ones with."""
+        return replace(posterior, known_novelty=torch.cat(self._scores).sort().values) if self._scores else posterior
+
+
+def _last_layer(posterior: GaussianPosterior, x: Any) -> LastLayer | str:
+    """The last layer, or the reason why there is no score."""
     structure = posterior.curvature.structure if isinstance(posterior, LaplacePosterior) else posterior.precision
-    with torch.inference_mode(False):
-        x = inputs.to_device(inputs.contained(network, x), posterior.device)
-        last = posterior.plans.shared(structure, lambda: _last_layer(posterior, structure, x))
-        with borrowed(network, last.layer.names):
-            return last.novelty_of(cast_like(_inputs(network, last, x), last.factor.values)).detach()
+
+    def make() -> LastLayer | str:
+        with torch.inference_mode(False):
+            few = inputs.to_device(inputs.contained(posterior.network, x), posterior.device)
+            try:
+                return _make_last_layer(posterior, structure, few)
+            except (PosteriorError, SubsetError, CurvatureError) as error:
+                return f"there is no novelty for this posterior: {error}"
+
+    return posterior.plans.shared(structure, make)
 
 
-def _last_layer(posterior: GaussianPosterior, structure: Structure, x: Any) -> LastLayer:
+def _make_last_layer(posterior: GaussianPosterior, structure: Structure, x: Any) -> LastLayer:
     network, subset, plans = posterior.network, posterior.subset, PlanCache()
     with borrowed(network, [name for name, _ in network.named_parameters()]):
         names = find_last_layer(network, x)
     if subset.mask is not None or not set(names) <= set(subset.names):
         raise PosteriorError(
-            f"novelty needs all weights of the last layer ({', '.join(names)}), but the posterior lacks some: fit "
-            "subset='all' or 'last_layer'"
+            f"it lacks weights of the last layer ({', '.join(names)}); fit subset='all' or 'last_layer'"
         )
     layer = Subset(names, tuple(subset.shapes[subset.names.index(name)] for name in names))
     with borrowed(network, names):
         plan = plans.find_or_make(network, layer, x)
     if plan.unmatched_parameters or len(plan.layers) != 1 or plan.layers[0].layout.shape[0] != 1:
-        raise PosteriorError(f"{names[0]}: novelty needs a last layer that is one product with a weight matrix")
+        raise PosteriorError(f"the last layer ({names[0]}) is not one product with a weight matrix")
     layout = plan.layers[0].layout
     starts = [subset.starts[name] for name in names]
     own = [torch.arange(start, start + s.numel(), device="cpu") for start, s in zip(starts, layer.shapes, strict=True)]
@@ -86,18 +131,28 @@ def _last_layer(posterior: GaussianPosterior, structure: Structure, x: Any) -> L
         if (block.places[order][at] == rows).all():
             factor = block.matrix.input_factor(order[at])
             return LastLayer(layer, factor, factor.trace / (factor.size * posterior.n_data), plans)
-    raise PosteriorError(f"{names[0]}: novelty needs the last layer's weights in one block of the posterior")
+    raise PosteriorError(f"the last layer's weights ({names[0]}) are not in one block of the posterior")
 
 
-def _inputs(network: nn.Module, last: LastLayer, x: Any) -> Tensor:
-    """The layer's inputs, with a one for the bias.  # [B, T, I]"""
+def _score(posterior: GaussianPosterior, last: LastLayer, x: Any) -> tuple[Tensor, Tensor]:
+    posterior.check_weights()
+    network = posterior.network
+    with torch.inference_mode(False), borrowed(network, last.layer.names):
+        x = inputs.to_device(inputs.contained(network, x), posterior.device)
+        a, f = _inputs(network, last, x)
+    return last.novelty_of(cast_like(a, last.factor.values)).detach(), f.detach()
+
+
+def _inputs(network: nn.Module, last: LastLayer, x: Any) -> tuple[Tensor, Tensor]:
+    """The layer's inputs, with a one for the bias, and the network's outputs.  # [B, T, I], [B, ...]"""
     plan, parameters = last.plans.find_or_make(network, last.layer, x), last.layer.parameters(network)
     with plan.recorder(parameters, inputs.batch_size(x)) as recorder:
         f = inputs.call(network, x)
     matched = plan.match(f, recorder.calls, parameters)
     if matched.mixed and len(f) > 1:
-        return torch.cat([_inputs(network, last, example) for example in inputs.take_each(network, x)])
+        parts = [_inputs(network, last, example)[0] for example in inputs.take_each(network, x)]
+        return torch.cat(parts), f
     (layer,), (calls,) = plan.layers, matched.calls
     a = layer.inputs(calls)
     assert a is not None  # the layer has a weight
-    return a[0] if layer.bias is None else torch.cat([a[0], a.new_ones(*a.shape[1:3], 1)], -1)
+    return (a[0] if layer.bias is None else torch.cat([a[0], a.new_ones(*a.shape[1:3], 1)], -1)), f

@@ -35,6 +35,7 @@ from lightning_bayes.posterior.function_space import process_gaussian
 from lightning_bayes.posterior.gaussian import Calibration, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.predictive.draws import RunningMoments, each_function, sample_functions
+from lightning_bayes.predictive.novelty import find_novelty, novelty_p
 from lightning_bayes.predictive.prediction import Prediction, TensorFields
 
 MANY = 64  # outputs per example above which the linearised network is sampled
@@ -66,7 +67,11 @@ def predict(
     calibration = calibration or Calibration(option.kind, "")
     x = inputs.contained(posterior.network, x)
     with preserved_rng(posterior.device):
-        law = output_law(posterior, x, option, generator, differentiable).tempered(calibration.output_temperature)
+        novelty, f = find_novelty(posterior, x) if option.is_linear and not differentiable else (None, None)
+        # One forward pass is enough for the plain network.
+        known_law = None if f is None or not is_plain(posterior) else OutputLaw(f)
+        law = known_law or output_law(posterior, x, option, generator, differentiable)
+        law = law.tempered(calibration.output_temperature)
         link = law.choose_link(likelihood, (option.link or calibration.link or None) if option.is_linear else None)
         # A closed form needs samples only to split the variance.
         samples = option.samples if split or link == "mc" else 0
@@ -79,7 +84,11 @@ def predict(
             parts = {"epistemic": s * predictive_.epistemic, "aleatoric": s * predictive_.aleatoric}
             predictive_ = replace(predictive_, **parts)
         prediction = Prediction.from_predictive(predictive_)
-        return prediction if differentiable else prediction.map(Tensor.detach)
+        if differentiable:
+            return prediction
+        known = posterior.known_novelty
+        p = None if novelty is None or known is None else novelty_p(known, novelty)
+        return replace(prediction, novelty=novelty, novelty_p=p).map(Tensor.detach)
 
 
 @dataclass(frozen=True, eq=False)

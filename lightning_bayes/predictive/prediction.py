@@ -50,6 +50,9 @@ class Prediction(TensorFields):
     which more data would reduce, and `aleatoric`, which is in the data. They also have the `entropy` of the predictive
     distribution and its epistemic part, the `mutual_information` of target and weights, in nats per label or output.
 
+    `novelty` `[B]` is the share of a weak prior's variance that the data have left at the input. `novelty_p` is the share
+    of held-out inputs that are at least as novel; for inputs like those it is at most α with a probability of α.
+
     `prediction[examples]` selects examples by a number, a slice, a list or a mask; a number keeps the batch dimension.
     `Prediction.cat` joins the batches that `trainer.predict` returns.
     """
@@ -61,6 +64,8 @@ class Prediction(TensorFields):
     mean: Tensor | None = None
     variance: Tensor | None = None
     mutual_information: Tensor | None = None  # None: not known
+    novelty: Tensor | None = None  # [B]; None: not known
+    novelty_p: Tensor | None = None  # [B]; None: nothing was held out
 
     @staticmethod
     def from_predictive(predictive: Predictive) -> Prediction:

@@ -143,7 +143,8 @@ def put_calibrations(trainer: Trainer, path: str, key: str, posterior: GaussianP
         checkpoint = _read(trainer, path)
         state = checkpoint.get("callbacks", {}).get(key)
         if state is not None:
-            state["posterior"]["calibrations"] = posterior.state_dict()["calibrations"]
+            new = posterior.state_dict()
+            state["posterior"].update({name: new[name] for name in ("calibrations", "known_novelty")})
             write_file(checkpoint, path, keep_times=True)
 
 

@@ -27,6 +27,7 @@ from lightning_bayes.predictive.auto import Choice, survey, without_held_out_dat
 from lightning_bayes.predictive.draws import SharedDraws
 from lightning_bayes.predictive.evaluate import Scores
 from lightning_bayes.predictive.held_out import Scoring
+from lightning_bayes.predictive.novelty import KnownInputs
 from lightning_bayes.predictive.predict import is_plain
 from lightning_bayes.trainer.data import ExactPass, first_loader, validation_pass
 from lightning_bayes.trainer.module import ModuleError
@@ -108,9 +109,9 @@ def choose_on_validation(
     try:
         held_out = validation_data(trainer, module, validation)
         if held_out is not None:
-            data = ProgressLoader(held_out, TUNING if by_auto else CALIBRATING, shown)
-            choice = survey(posterior, data, scoring, by_auto, calibrate is not None)
-            scores, chosen = two_fold(choice, ProgressLoader(held_out, SCORING, shown)), choice.on()
+            known = KnownInputs(posterior, ProgressLoader(held_out, TUNING if by_auto else CALIBRATING, shown))
+            choice = survey(posterior, known, scoring, by_auto, calibrate is not None)
+            scores, chosen = two_fold(choice, ProgressLoader(held_out, SCORING, shown)), known.keep_in(choice.on())
             if scores is not None:
                 tempered = "the plain network" + ("" if calibrate is None else " with its temperature")
                 scores.say(use.name, of, tempered if by_auto and is_plain(chosen) else "")

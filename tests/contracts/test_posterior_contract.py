@@ -149,10 +149,11 @@ def test_every_predictive_and_link_gives_a_prediction(kind: str, task: str, pred
         assert len(prediction) == B
         values = tensors(prediction)
         per_output = {"epistemic", "aleatoric"} | ({"mean", "variance"} if task == "regression" else {"probs"})
-        per_label = {"entropy", "mutual_information"}
-        assert values.keys() == per_output | per_label
+        per_label, per_input = {"entropy", "mutual_information"}, {"novelty"} if predictive in ("glm", "gp") else set()
+        assert values.keys() == per_output | per_label | per_input
         for name, value in values.items():
-            assert value.shape == ((B,) if name in per_label and task == "classification" else (B, OUTPUTS)), name
+            is_single = name in per_input or (name in per_label and task == "classification")
+            assert value.shape == ((B,) if is_single else (B, OUTPUTS)), name
             assert value.dtype == torch.float64
             assert value.isfinite().all(), name
             assert not value.requires_grad

@@ -7,6 +7,7 @@ from torch import nn
 from lightning_bayes import GaussianPosterior, fit_l2m, fit_laplace
 from lightning_bayes.options import Kron
 from lightning_bayes.posterior import PosteriorError
+from lightning_bayes.predictive.novelty import novelty_p
 
 STRUCTURES = ["kron", Kron(rank=3), "ekfac", "full", "diag", "lowrank"]
 
@@ -156,3 +157,37 @@ def test_says_what_it_needs(data):
     net = network()
     with pytest.raises(PosteriorError, match=r"head.*last_layer"):
         fit_laplace(net, data, subset=["body"]).novelty(data[0][0])
+
+
+def test_predictions_hold_it_and_its_p_value_among_held_out_inputs(data, tmp_path):
+    net, x = network(), 2 * torch.randn(6, 4, dtype=torch.float64)
+    posterior = fit_laplace(net, data)
+    prediction = posterior.predict(x)
+    torch.testing.assert_close(prediction.novelty, posterior.novelty(x))
+    assert prediction.novelty_p is None
+    assert posterior.predict(x, "bnn").novelty is None
+    held_out = [(torch.randn(n, 4, dtype=torch.float64), torch.arange(n) % 3) for n in (30, 25)]
+    known = torch.cat([posterior.novelty(x) for x, _ in held_out])
+    expected = torch.stack([(1 + (known >= s).sum()) / 56 for s in posterior.novelty(x)])
+    for fitted in (posterior.calibrate(held_out), posterior.tune_prior("auto", held_out)):
+        torch.testing.assert_close(fitted.predict(x).novelty_p, expected.double())
+        fitted.save(tmp_path / "posterior.pt")
+        loaded = GaussianPosterior.load(tmp_path / "posterior.pt", net)
+        torch.testing.assert_close(loaded.predict(x)[2].novelty_p, expected[2:3].double())
+
+
+def test_the_p_value_of_known_inputs_is_at_most_alpha_as_often_as_promised():
+    """For exchangeable scores `P(p ≤ α) ≤ α`, and more than `α − 1/(n + 1)` if no two are equal."""
+    torch.manual_seed(0)
+    n, draws = 19, 4000
+    p = torch.cat([novelty_p(torch.rand(n).sort().values, torch.rand(1)) for _ in range(draws)])
+    for alpha in (0.05, 0.2, 0.5):
+        error = 3 * (alpha * (1 - alpha) / draws) ** 0.5
+        assert alpha - 1 / (n + 1) - error < (p <= alpha).double().mean() < alpha + error
+
+
+def test_more_data_forget_the_held_out_scores(data):
+    posterior = fit_laplace(network(), data, structure=Kron(updatable=True)).calibrate(
+        [(torch.randn(60, 4, dtype=torch.float64), torch.arange(60) % 3)]
+    )
+    assert posterior.update(data).predict(data[0][0]).novelty_p is None
