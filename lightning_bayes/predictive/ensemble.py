@@ -147,7 +147,11 @@ class DeepEnsemble:
             w = self._weights_like(entropies)
             disagreement = (mixture.entropy - (w * entropies).sum(0)).clamp_min(0)
             mixture = replace(mixture, mutual_information=(w * torch.stack(known)).sum(0) + disagreement)
-        return Prediction.from_predictive(mixture)
+        scores = [member.novelty for member in members if member.novelty is not None]
+        novelty = None
+        if len(scores) == len(members):
+            novelty = (self._weights_like(torch.stack(scores)) * torch.stack(scores)).sum(0)
+        return replace(Prediction.from_predictive(mixture), novelty=novelty)
 
     def predict_each(
         self,

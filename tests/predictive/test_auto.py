@@ -91,6 +91,7 @@ def test_where_the_plain_network_was_chosen_a_prediction_is_one_forward_pass(opt
     assert calibration.output_temperature < 0.95
     passes: list[int] = []
     for own in (chosen, GaussianPosterior.load(tmp_path / "posterior.pt", posterior.network)):
+        own.predict(x, option)  # traces the network
         with posterior.network.register_forward_hook(lambda *_: passes.append(1)):
             prediction = own.predict(x, option)
         torch.testing.assert_close(prediction.probs, expected, rtol=1e-12, atol=0)

@@ -64,7 +64,9 @@ def gaussian_is_right(posterior: LaplacePosterior, x: Any = X[:2]) -> bool:
 
 
 def values(prediction: Prediction) -> tuple[Tensor, ...]:
-    stored = (getattr(prediction, field.name) for field in fields(prediction))
+    stored = (
+        getattr(prediction, field.name) for field in fields(prediction) if "novelty" not in field.name
+    )  # no graph
     return tuple(value for value in stored if value is not None)
 
 

@@ -458,7 +458,7 @@ def test_unknown_mutual_information_stays_unknown() -> None:
 
 
 def test_arrays_have_all_numbers_by_name(tmp_path: Any) -> None:
-    common = {"epistemic", "aleatoric", "entropy", "mutual_information"}
+    common = {"epistemic", "aleatoric", "entropy", "mutual_information", "novelty"}
     classes, real = posterior("classes").predict(X), posterior("real").predict(X)
     assert classes.numpy().keys() == common | {"probs", "label", "confidence"}
     assert real.numpy().keys() == common | {"mean", "variance", "std"}
