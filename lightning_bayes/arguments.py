@@ -127,13 +127,6 @@ def listed(name: str, value: Any, what: str) -> Any:
     return value
 
 
-def keywords(who: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Check the names of further keyword arguments."""
-    for name in given:
-        if name not in known:
-            raise TypeError(f"{who} has no argument {name!r}: use some of {', '.join(map(repr, known))}")
-
-
 def register(kinds: dict[str, type], kind: type, attribute: str) -> None:
     """Register a class under the name in its `attribute`. An inherited name is ignored, a name in use is an error."""
     name = kind.__dict__.get(attribute)
@@ -181,7 +174,10 @@ def read_option(name: str, value: Any, kind: type[T], other: Callable[[Any], T])
     if not isinstance(value, Mapping):
         return other(value)
     plain = plain_values(value)
-    keywords(name, plain, [field.name for field in fields(kind)])  # type: ignore[arg-type]
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for key in plain:
+        if key not in known:
+            raise TypeError(f"{name} has no argument {key!r}: use some of {', '.join(map(repr, known))}")
     return kind(**plain)
 
 

@@ -43,7 +43,7 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
     device = next((p.device for p in parameters.values()), None)
     with ExitStack() as stack:
         modules = list(network.modules())
-        stack.callback(_restore_modes, modules, [module.training for module in modules])
+        stack.callback(_set_each, modules, "training", [module.training for module in modules])
         for module in modules:
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 # Autograd can neither batch nor flatten sparse gradients, and those scaled by frequency are not
@@ -53,7 +53,8 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
                     setattr(module, option, False)
         for hooks in private.gradient_hooks(modules, parameters.values()):
             stack.enter_context(_suspended(hooks))
-        stack.callback(_require_grad, list(parameters.values()), [p.requires_grad for p in parameters.values()])
+        required = [p.requires_grad for p in parameters.values()]
+        stack.callback(_set_each, parameters.values(), "requires_grad", required)
         stack.enter_context(preserved_rng(device))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -66,7 +67,7 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
             # cuDNN's recurrent kernels have no backward in eval mode.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         network.eval()
-        _require_grad(parameters.values(), [name in names for name in parameters])
+        _set_each(parameters.values(), "requires_grad", [name in names for name in parameters])
         yield
 
 
@@ -83,16 +84,10 @@ def _suspended(hooks: dict[int, Any]) -> Iterator[None]:
         hooks.update(suspended | added)
 
 
-def _restore_modes(modules: list[nn.Module], training: list[bool]) -> None:
-    for module, was_training in zip(modules, training, strict=True):
-        if module.training != was_training:
-            module.training = was_training
-
-
-def _require_grad(parameters: Iterable[nn.Parameter], required: list[bool]) -> None:
-    for p, requires_grad in zip(parameters, required, strict=True):
-        if p.requires_grad != requires_grad:
-            p.requires_grad_(requires_grad)
+def _set_each(things: Iterable[Any], name: str, values: list[bool]) -> None:
+    for thing, value in zip(things, values, strict=True):
+        if getattr(thing, name) != value:
+            setattr(thing, name, value)
 
 
 @contextmanager

@@ -141,7 +141,7 @@ class LayerWatch:
         if len(a) == len(z) == len(f):
             for dims in (None, (-1, 1), (1, -1)):
                 features = Features(a, dims, f.shape[1:])
-                if z.numel() == f.numel() and _equal(features.rows(z), f):
+                if z.numel() == f.numel() and torch.equal(features.rows(z).to(f.dtype).nan_to_num(), f.nan_to_num()):
                     return features
         raise NetworkError(
             f"the outputs of the network are not those of its last layer {layer} in another order or shape, so the "
@@ -185,7 +185,9 @@ def _watched_run(network: nn.Module, x: Any) -> LayerWatch:
 
 def plain_copy(layer: nn.Module, zeros: bool = False) -> nn.Module:
     """A copy with the author's class, whole weights (or `zeros`), and without the hooks that shard the layer."""
-    kind = next(kind for kind in type(layer).__mro__ if issubclass(kind, nn.Module) and not _is_of_fsdp(kind))
+    # `fully_shard` derives a class from the layer's own.
+    sharding = {kind for kind in type(layer).__mro__ if any(base.__name__ == "FSDPModule" for base in kind.__mro__)}
+    kind = next(kind for kind in type(layer).__mro__ if issubclass(kind, nn.Module) and kind not in sharding)
     copy: nn.Module = object.__new__(kind)
     nn.Module.__init__(copy)
     own = {name: value for name, value in layer.__dict__.items() if name not in copy.__dict__}
@@ -200,12 +202,3 @@ def plain_copy(layer: nn.Module, zeros: bool = False) -> nn.Module:
     for name, buffer in private.own_buffers(layer).items():
         copy.register_buffer(name, None if buffer is None else whole(buffer).clone())
     return copy
-
-
-def _is_of_fsdp(kind: type) -> bool:
-    """Whether `fully_shard` made the class; it derives one from the layer's class."""
-    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.to(b.dtype).nan_to_num(), b.nan_to_num())

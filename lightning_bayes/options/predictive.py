@@ -107,8 +107,3 @@ PREDICTIVES: dict[str, type[PredictiveOption]] = {kind.kind: kind for kind in (G
 def predictive_option(predictive: Any) -> PredictiveOption:
     """The option that `predictive=` means."""
     return resolve_option("predictive", predictive, PREDICTIVES)
-
-
-def points_option(gp: Any) -> GP | None:
-    """The option that `gp=` means: an object, or a number of training points."""
-    return gp if gp is None or isinstance(gp, GP) else GP(points=count("gp", gp))

@@ -78,9 +78,6 @@ class Tuning:
         if not low < high:
             raise ValueError(f"low must be less than high={high}, got {low}")
         count("size", 33 if self.size is None else self.size, 2)
-        self._check_method()
-
-    def _check_method(self) -> None:
         if self.iterate and self.method != "linear":
             raise ValueError(f"iterate=True is an option of tune='linear', got tune={self.method!r}")
         if self.groups is not None and not self.by_evidence:

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import flag, plain_values
+from lightning_bayes.arguments import count, flag, plain_values
 from lightning_bayes.curvature import Curvature, fit_curvature
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, SubsetError
@@ -41,7 +41,7 @@ from lightning_bayes.options.fit import (
     prior_option,
     structure_option,
 )
-from lightning_bayes.options.predictive import GP, points_option
+from lightning_bayes.options.predictive import GP
 from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior.at_mean import fingerprint
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, implements
@@ -76,7 +76,8 @@ class LaplaceOptions:
                 )
             chosen = Full() if chosen.kind == "kron" else chosen
         δ = plain_values(prior_precision)
-        return LaplaceOptions(chosen, plain_values(subset), curvature, δ, prior_option(prior), points_option(gp))
+        points = gp if gp is None or isinstance(gp, GP) else GP(points=count("gp", gp))
+        return LaplaceOptions(chosen, plain_values(subset), curvature, δ, prior_option(prior), points)
 
     def __post_init__(self) -> None:
         curvature_estimate(self.curvature, self.structure)

@@ -40,7 +40,7 @@ from lightning_bayes.options.fit import (
     prior_option,
     structure_option,
 )
-from lightning_bayes.options.predictive import points_option, predictive_option
+from lightning_bayes.options.predictive import predictive_option
 from lightning_bayes.options.tuning import learning_option, tuning_option
 
 
@@ -201,8 +201,6 @@ MEANINGS: dict[str, tuple[Any, Any]] = {
     "a key is the output's": (lambda: output_option("f"), Network(output="f")),
     "no tuning": (lambda: tuning_option(None), None),
     "no memory": (lambda: memory_option(None), Memory()),
-    "a number of points": (lambda: points_option(4), GP(points=4)),
-    "no points": (lambda: points_option(None), None),
     "a word of the curvature": (lambda: curvature_estimate("fisher_mc", Kron()), ("fisher_mc", 1)),
     "labels of the curvature": (lambda: curvature_estimate(FisherMC(3), Kron()), ("fisher_mc", 3)),
     "a name of the data": (lambda: data_option("plain").loader, "plain"),
