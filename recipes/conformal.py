@@ -1,6 +1,6 @@
 """Guarantees: which digits to pass to a person, and sets that contain the true digit.
 
-A small network, trained on 150 digits, is wrong about one in twelve others. Digits that were used for nothing else turn
+A small network, trained on 150 digits, misclassifies one digit in twelve. Held-out digits, used for nothing else, turn
 its probabilities into guarantees: a confidence threshold above which at most 3 % are wrong, with 90 % certainty, and
 sets that contain the true digit in 95 % of all cases. The guarantees hold for MAP and for the posterior, which differ
 little here. "aps" makes larger sets than "lac" and covers more of the hard digits, the fifth that the network is least

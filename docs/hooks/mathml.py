@@ -39,17 +39,17 @@ def to_mathml(html: str, page: str) -> str:
 
 
 def _parts(latex: str, display: str) -> list[str]:
-    """What a wide space sets apart are formulas of their own, which stand below each other on a narrow screen."""
+    """Split a displayed line at wide spaces into formulas that wrap on a narrow screen."""
     return latex.split(r"\qquad") if display == "block" else [latex]
 
 
 def unbroken(html: str) -> str:
-    """A number and its error stay on one line, in the narrow cells of a table, too."""
+    """Keep a number and its error on one line, also in narrow table cells."""
     return re.sub(r"(?<=\d) ± (?=\d)", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}", html)
 
 
 def mathml(latex: str, display: str, page: str = "") -> str:
-    """One formula. Commands that the converter does not know, it would print: they are an error here."""
+    """One formula. Commands that the converter does not know raise an error, because it would print them."""
     try:
         converted = convert(latex, display=display)
     except Exception as error:

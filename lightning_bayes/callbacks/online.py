@@ -10,8 +10,8 @@ with the batch of all processes, `b` examples of `N`. The prior `δ` is not part
 `H₀` decays. The steady state of this leaky sum is about `1/α` times the dataset's curvature; `Memory(average=True)`
 multiplies the new term by `α`, and the steady state is the curvature itself.
 
-One sample is copied into the parameters and stays until the backward pass is over, because a backward pass reads
-weights, too. Several samples run through functional calls, and the mean gets the average of their gradients; the
+One sample is copied into the parameters and stays until the backward pass is over, because a backward pass also
+reads weights. Several samples run through functional calls, and the mean gets the average of their gradients; the
 statistics of batch norms are updated once, by the first sample.
 
 A batch counts if its gradient does: its curvature is measured in its training step, kept after its backward pass, and

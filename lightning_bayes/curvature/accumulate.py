@@ -457,7 +457,7 @@ class ColumnSum(BatchSum):
             self._warned = True
             what = f"share rows of {', '.join(shared)}"
             if isinstance(batch.x, inputs.WholeInput):
-                what = f"cannot be taken apart in an input of type {batch.x.kind}"
+                what = f"cannot be separated in an input of type {batch.x.kind}"
             logger.warning(
                 "batch %d: examples %s; such batches run one example at a time, which is exact but slow: "
                 "structure='diag' or subset='last_layer' cost least",

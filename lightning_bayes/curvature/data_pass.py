@@ -140,7 +140,7 @@ class DataPass:
         self.n_data = self.n_outputs = 0  # over all processes, after the first pass
 
     def fit(self, batches: Batches, make_sum: MakeSum, total: BatchSum | None = None) -> Curvature:
-        """All passes; `make_sum` makes the `BatchSum` from the first batch if there is none yet."""
+        """Run all passes; `make_sum` creates the `BatchSum` from the first batch, unless it exists."""
         total = self.run(batches, make_sum, total)
         return Curvature(
             structure=total.structure(),

@@ -80,8 +80,8 @@ def fit_curvature(
             "fisher_mc" for images and other outputs at many positions.
         seed: for the labels drawn by "fisher_mc"; the labels of an example do not depend on its batch.
         progress: show a progress bar.
-        processes: the processes that share the data, each with every `size`-th example from its `rank`. Sums are over
-            all of them.
+        processes: the processes that share the data, each with every `size`-th example from its `rank`. Sums
+            include all processes.
         probe: an input to trace the network on, for a process whose share of the data may be empty; by default the
             first batch. With a probe, the shape of the targets is not used.
         output: the key, attribute or index of f in the network's output, by default a tensor, or its `logits`; or

@@ -1,4 +1,4 @@
-"""The linearised network as a model of its own (GLM paper, eq. (10); tutorial, section 6), known by passes over data.
+"""The linearised network, fitted as a model itself (GLM paper, eq. (10); tutorial, section 6), by passes over the data.
 
 With the network's weights `θ̃`, outputs `f` and Jacobians `J`, a prior precision `Λ` and a temperature `T`,
 
@@ -102,7 +102,7 @@ class LinearModel:
         return current, residual
 
     def step(self, posterior: LaplacePosterior, tolerance: float, passes: int) -> LaplacePosterior | None:
-        """One Newton step that decreases the loss, with its equation solved to `tolerance`; None if there is none. It
+        """One Newton step that decreases the loss, with its equation solved to `tolerance`; None if no step does. It
         takes at least two and at most `passes` passes."""
         Λ, T, last = posterior.prior_matrix(), posterior.temperature, self.passes + passes
 

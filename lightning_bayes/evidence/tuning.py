@@ -201,8 +201,8 @@ def ascend(
     """Take `steps` of Adam on the evidence, in the priors of the layers and, if `noise`, in a Gaussian's noise.
 
     With `at="optimum"` the linear model's optimum chooses only the priors, because weights in training are far from it.
-    The noise is always that of the network's residuals: with an approximate curvature, the linear model promises a fit
-    with hardly any noise.
+    The noise is always that of the network's residuals: with an approximate curvature, the linear model expects a fit
+    with almost no noise.
     """
     search = _Search(posterior, PriorGroups.of(posterior, "layers"), noise, at, noise_at="weights")
     optimizer = torch.optim.Adam(search.variables, lr)
@@ -241,7 +241,7 @@ def _best_of_grid(posterior: LaplacePosterior, noise: bool) -> LaplacePosterior:
     if values[row].max() - values[row].min() < _SAME:
         logger.warning(
             "the evidence is the same for all prior precisions from %g to %g, as for a network that fits its training "
-            "data perfectly: the largest one is used, which hardly changes the network; choose on validation data with "
+            "data perfectly: the largest one is used, which barely changes the network; choose on validation data with "
             "tune_prior('auto', loader)",
             priors[0],
             priors[-1],

@@ -162,7 +162,7 @@ class Plan:
 def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     """Trace `network`, which must be borrowed (see `network.borrowed`), on a few examples of `x`."""
     parameters = subset.parameters(network)
-    # A row of a whole input is not independent of the others; one alone owns all rows.
+    # Rows of a whole input depend on each other; a single example owns all rows.
     whole = isinstance(x, inputs.WholeInput)
     few = inputs.few(network, x, 1 if whole else max(3, min(inputs.batch_size(x), PROBE)))
     f, recorder = _record(network, few, parameters)

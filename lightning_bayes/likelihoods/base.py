@@ -256,7 +256,7 @@ class Likelihood(ABC):
         return None
 
     def least_nll(self, n_outputs: int) -> float:
-        """A lower bound of `−log p(y | f)` over all values of `n_outputs` outputs; `-inf` if there is none."""
+        """A lower bound of `−log p(y | f)` over all values of `n_outputs` outputs; `-inf` without one."""
         return 0.0 if self.has_probs else -math.inf
 
     @property

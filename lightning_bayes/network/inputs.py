@@ -245,8 +245,8 @@ def contained(network: nn.Module, x: Any, y: Any = None) -> Any:
 
 
 def _cannot_be_split(network: nn.Module, x: Any, n_targets: int) -> bool:
-    """Whether no tensor has a row per example, as in a sequence with time first or an object of the user's; or whether
-    rows give another output by themselves, as the nodes of a graph do."""
+    """Whether no tensor has one row per example, as in a sequence with time first or a custom object, or whether a row
+    alone gives a different output, as with the nodes of a graph."""
     if isinstance(x, Tensor):
         return x.ndim > 1 and len(x) > 0 and len(x) != n_targets and n_targets in x.shape
     if isinstance(x, (tuple, list, dict)):

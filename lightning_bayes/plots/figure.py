@@ -81,7 +81,7 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 
 def log_figure(loggers: Any, name: str, figure: "Figure", step: int, directory: str | Path) -> Path | None:
-    """Send `figure` to every logger that accepts figures; if there is none, write `directory/name_step.png`.
+    """Send `figure` to each logger that accepts figures; if none does, write `directory/name_step.png`.
 
     Args:
         loggers: a logger, several, or None.

@@ -168,7 +168,7 @@ def fit_laplace(
     takes.
 
     Args:
-        network: maps x to f(x): logits, or the mean of a regression. It is left as it was.
+        network: maps x to f(x): logits, or the mean of a regression. It does not change.
         loader: an iterable of `(x, y)`, of dicts with `labels`, or of graphs.
         likelihood: "classification", "binary", "regression", or a `Likelihood` such as `Gaussian(noise_std=0.3)`.
         structure: "kron", "ekfac" (a second pass), "diag", "full" or "lowrank" (several passes), or an option such as

@@ -192,8 +192,8 @@ class GaussianPosterior:
         return summarise(self)
 
     def to(self: Posterior, device: str | torch.device) -> Posterior:
-        """The same posterior on another device. A network that is already there is used as it is; otherwise the
-        posterior gets a copy, because it never moves your network."""
+        """The same posterior on another device. A network that is already there is shared; otherwise the posterior
+        gets a copy, because it never moves your network."""
         self.check_whole("to")
         target = check_device(device)
         if target == self.device and not self.is_elsewhere():
@@ -352,8 +352,8 @@ class GaussianPosterior:
         labels a temperature, the one with the best likelihood; for real targets a factor on the predictive variance,
         the mean of (y − m)²/v.
 
-        It corrects the predictions by this predictive and link, and nothing else: `functional`, `sample` and the
-        evidence stay as they are.
+        It only affects predictions with this predictive and link; `functional`, `sample` and the evidence do not
+        change.
 
         Args:
             loader: held-out batches `(x, y)`.

@@ -290,7 +290,7 @@ class LaplacePosterior(GaussianPosterior):
 
     def with_log_likelihood(self, loader: Iterable[Any], processes: Processes | None = None) -> LaplacePosterior:
         """Compute the log-likelihood of the training data in one forward pass over `loader`, for a posterior that was
-        made without a pass over them."""
+        computed without a pass over them."""
         self.check_whole("with_log_likelihood")
         self.check_weights()
         numbers = log_likelihood(self.network, loader, self.likelihood, processes)

@@ -237,7 +237,7 @@ def reconstruct(
     parts: Sequence[str] = tuple(PARTS),
 ) -> Reconstruction:
     """The moments of the latent variables, of the outputs, or of both. Each sampled decoder reads the latent variables
-    of its own sample's encoder. The same generator draws the same networks for all batches."""
+    of the encoder in the same sample. The same generator draws the same networks for all batches."""
     count("samples", samples)
     check_generator(generator)
     flag("keep_samples", keep_samples)

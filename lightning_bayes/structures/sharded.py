@@ -132,7 +132,7 @@ def own_indices(
 
 
 def _chunk(indices: Tensor, rank: int, size: int) -> Tensor:
-    """The chunk of `rank` as `torch.chunk` makes them; empty if there are fewer chunks than ranks."""
+    """The chunk that `torch.chunk` gives to `rank`; empty if there are fewer chunks than ranks."""
     width = -(-len(indices) // size)
     return indices[rank * width : (rank + 1) * width]
 

@@ -151,7 +151,7 @@ def test_rows_that_examples_share_are_exact_and_said_once(caplog: pytest.LogCapt
     expected = sum(ggn(network(*x), network).diagonal() for x, _ in loader)
     torch.testing.assert_close(posterior.curvature.structure.diagonal(), expected, rtol=1e-9, atol=1e-11)
     (message,) = [record.getMessage() for record in caplog.records]
-    assert "examples cannot be taken apart in an input of type tuple" in message
+    assert "examples cannot be separated in an input of type tuple" in message
     assert "structure='diag' or subset='last_layer'" in message
 
 
