@@ -50,8 +50,8 @@ class Prediction(TensorFields):
     which more data would reduce, and `aleatoric`, which is in the data. They also have the `entropy` of the predictive
     distribution and its epistemic part, the `mutual_information` of target and weights, in nats per label or output.
 
-    `novelty` `[B]` is the share of a weak prior's variance that the data have left at the input. `novelty_p` is the share
-    of held-out inputs that are at least as novel; for inputs like those it is at most α with a probability of α.
+    `novelty` `[B]` is the share of a weak prior's variance that the data have left at the input, and `novelty_p` the
+    share of held-out inputs that are at least as novel. For inputs like those it is at most α with a probability of α.
 
     `prediction[examples]` selects examples by a number, a slice, a list or a mask; a number keeps the batch dimension.
     `Prediction.cat` joins the batches that `trainer.predict` returns.
