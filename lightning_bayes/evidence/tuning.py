@@ -53,7 +53,7 @@ from lightning_bayes.network.accumulation import in_float64, number_like
 from lightning_bayes.network.loaders import check_loader, progress_bar
 from lightning_bayes.options.predictive import predictive_option
 from lightning_bayes.options.tuning import CalibrateWord, TuneWord, Tuning, tuning_option
-from lightning_bayes.posterior.fit import say_rank
+from lightning_bayes.posterior.fit import warn_of_rank
 from lightning_bayes.posterior.gaussian import PosteriorError, implementation, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import per_layer_sums, per_parameter
@@ -85,11 +85,11 @@ def tune(
     check_seed("seed", seed)
     flag("progress", progress)
     check_processes(processes)
-    if tuning.by_evidence:
-        tuned = _by_evidence(posterior, tuning, loader, progress, processes)
-    else:
+    if not tuning.by_evidence:
         tuned = implementation(f"tune_prior: {tuning.method}")(posterior, loader, tuning, option, calibrate, seed)
-    say_rank(tuned)
+    else:
+        tuned = _by_evidence(posterior, tuning, loader, progress, processes)
+    warn_of_rank(tuned)
     return tuned
 
 

@@ -143,8 +143,8 @@ class LaplaceOptions:
 
 logger = logging.getLogger("lightning_bayes")
 
-DETERMINED = 0.95  # the share of a low rank above which γ says that it is too low
-COUNTS = 0.1  # the part of a prior precision that an eigenvalue must be to count
+DETERMINED = 0.95  # a low rank is too low if γ is above this share of it
+COUNTS = 0.1  # an eigenvalue matters above this share of the prior precision
 
 
 def fit_laplace(
@@ -222,7 +222,7 @@ def fit_posterior(
     given = GaussianPrior.of(options.prior, fitted.subset)
     damping = options.structure.damping
     posterior = from_curvature(network, fitted, δ, temperature=temperature, damping=damping, prior=given)
-    say_rounding(posterior)
+    warn_of_rank(posterior, tuned=False)
     return posterior if points is None else points.put_into(posterior, loader, progress)
 
 
@@ -243,41 +243,29 @@ def from_curvature(
     return LaplacePosterior.around(network, mean, weights, curvature, prior_precision, temperature, damping, prior)
 
 
-def say_rank(posterior: LaplacePosterior) -> None:
-    """A warning where the data determine all eigenpairs of a low rank: there may be more of them."""
+def warn_of_rank(posterior: LaplacePosterior, tuned: bool = True) -> None:
+    """Warn if a low rank leaves out eigenvalues that matter beside the prior: those lost to rounding, or, once the
+    prior is tuned, those beyond a rank that the data determine completely."""
     H = posterior.curvature.structure
-    if not isinstance(H, LowRank) or not _may_have_more(posterior, H) or say_rounding(posterior):
+    if not isinstance(H, LowRank) or H.rank >= min(H.size, posterior.curvature.n_outputs):
         return
-    γ = float(posterior.effective_parameters)
-    if γ > DETERMINED * H.rank:
+    lost, δ = H.rounding / posterior.temperature, float(posterior.prior_precision.min())
+    if lost > COUNTS * δ:
         logger.warning(
-            "the data determine all %d eigenpairs of structure='lowrank' (γ = %.1f), and may determine more, without "
-            "which variances are too large and the evidence too high: raise rank=, or tune on validation data",
+            "structure='lowrank' cannot tell eigenvalues below %.2g from rounding in %s. They matter beside the prior "
+            "precision of %.2g, so variances are too large: fit a float64 copy of the network, or use "
+            "structure='full'",
+            lost,
+            str(H.dtype).removeprefix("torch."),
+            δ,
+        )
+    elif tuned and (γ := float(posterior.effective_parameters)) > DETERMINED * H.rank:
+        logger.warning(
+            "the data determine all %d eigenpairs of structure='lowrank' (γ = %.1f) and may determine more. Without "
+            "them variances are too large and the evidence too high: raise rank=, or tune on validation data",
             H.rank,
             γ,
         )
-
-
-def say_rounding(posterior: LaplacePosterior) -> bool:
-    """A warning where eigenvalues that count beside the prior were lost to rounding."""
-    H = posterior.curvature.structure
-    if not isinstance(H, LowRank) or not _may_have_more(posterior, H):
-        return False
-    lost, δ = H.rounding / posterior.temperature, float(posterior.prior_precision.min())
-    if lost <= COUNTS * δ:
-        return False
-    logger.warning(
-        "structure='lowrank' cannot tell eigenvalues below %.2g from rounding in %s, which is much beside the prior "
-        "precision of %.2g, and makes variances too large: fit a float64 copy of the network, or use structure='full'",
-        lost,
-        str(H.dtype).removeprefix("torch."),
-        δ,
-    )
-    return True
-
-
-def _may_have_more(posterior: LaplacePosterior, H: LowRank) -> bool:
-    return H.rank < min(H.size, posterior.curvature.n_outputs)
 
 
 FITTED = ("ggn", "fisher_mc", "empirical_fisher")
@@ -294,11 +282,16 @@ def update(
     posterior.check_weights()
     _check_updatable(posterior)
     old = posterior.curvature
+    fields: dict[str, dict[str, Any]] = {
+        "kron": {"weight_sharing": old.weight_sharing, "updatable": True},
+        "diag": {"method": old.hessian},
+    }
+    kind = str(old.structure.word)
     new = fit_curvature(
         posterior.network,
         loader,
         likelihood=posterior.likelihood,
-        structure=_structure(old),
+        structure=structure_option({"kind": kind, **fields.get(kind, {})}),
         subset=posterior.subset,
         curvature=FisherMC(old.samples) if old.kind == "fisher_mc" else cast(CurvatureWord, old.kind),
         seed=old.seed,
@@ -307,27 +300,11 @@ def update(
         probe=probe,
         first_example=old.n_data,
     )
-    both = _sum(old, new)
-    return replace(posterior, curvature=both, n_data=both.n_data, known_novelty=None).with_prior(
-        posterior.prior_precision
-    )
-
-
-def _structure(old: Curvature) -> StructureOption:
-    """The option that the curvature was fitted with, keeping the factors of "kron"."""
-    fields: dict[str, dict[str, Any]] = {"kron": {"weight_sharing": old.weight_sharing, "updatable": True}}
-    fields["diag"] = {"method": old.hessian}
-    kind = str(old.structure.word)
-    return structure_option({"kind": kind, **fields.get(kind, {})})
-
-
-def _sum(old: Curvature, new: Curvature) -> Curvature:
-    """The sums over both sets of data; None if one of them is unknown."""
-    totals: dict[str, Any] = {}
-    for name in SUMS:
-        a, b = getattr(old, name), getattr(new, name)
-        totals[name] = None if a is None or b is None else a + b
-    return replace(old, structure=old.structure.add_data(new.structure), **totals)
+    pairs = {name: (getattr(old, name), getattr(new, name)) for name in SUMS}
+    sums: Any = {name: None if a is None or b is None else a + b for name, (a, b) in pairs.items()}
+    both = replace(old, structure=old.structure.add_data(new.structure), **sums)
+    moved = replace(posterior, curvature=both, n_data=both.n_data, known_novelty=None)
+    return moved.with_prior(posterior.prior_precision)
 
 
 def _check_updatable(posterior: LaplacePosterior) -> None:
