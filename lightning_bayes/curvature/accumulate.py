@@ -52,6 +52,7 @@ from lightning_bayes.structures import (
     Gram,
     Kronecker,
     Layout,
+    RowSpace,
     Structure,
 )
 from lightning_bayes.structures.factor import Rank
@@ -160,24 +161,61 @@ class JacobianAccumulator(JacobianRows, Accumulator):
 
 
 class FullAccumulator(JacobianAccumulator):
+    """The rows `Λ^½J` while they are fewer than the weights, on all processes together; the matrix from then on."""
+
     word = "full"
 
     def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(plan, sharing, dtype, device)
-        self._block = DenseBlock(plan.subset.size, dtype, device)
+        self._kept: list[Tensor] = []  # [n, P]
+        self._block: DenseBlock | None = None
 
     def add_rows(self, J: Tensor) -> None:
-        self._block.add_jacobian(J)
+        if self._block is not None:
+            self._block.add_jacobian(J)
+            return
+        self._kept.append(J.flatten(0, 1))
+        if sum(map(len, self._kept)) >= self._plan.subset.size:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        self._block = DenseBlock(self._plan.subset.size, self._dtype, self._device)
+        while self._kept:
+            self._block.add_jacobian(self._kept.pop().unsqueeze(0))
+
+    def gather(self, processes: Processes) -> None:
+        P = self._plan.subset.size
+        counts = torch.zeros(processes.size, dtype=torch.long, device=self._device)
+        counts[processes.rank] = sum(map(len, self._kept)) if self._block is None else P
+        processes.sum_([counts])
+        n = counts.cumsum(0).tolist()
+        if n[-1] >= P:
+            if self._block is None:
+                self._add_up()
+            return
+        rows = torch.zeros(n[-1], P, dtype=self._dtype, device=self._device)
+        own = rows[n[processes.rank] - int(counts[processes.rank]) :]
+        while self._kept:
+            part = self._kept.pop()
+            own[: len(part)], own = part, own[len(part) :]
+        self._kept = [rows]
 
     @property
     def sums(self) -> list[Tensor]:
-        return self._block.sums
+        return self._kept if self._block is None else self._block.sums
 
     def overflowing(self) -> str | None:
-        return first_nonfinite(self._block.sums[0][0].diagonal(), self._plan.subset)
+        if self._block is not None:
+            return first_nonfinite(self._block.sums[0][0].diagonal(), self._plan.subset)
+        total = torch.zeros(self._plan.subset.size, dtype=self._dtype, device=self._device)
+        for rows in self._kept:
+            total += rows.square().sum(0)
+        return first_nonfinite(total, self._plan.subset)
 
-    def finish(self, processes: Processes) -> Dense:
-        return self._block.structure([])
+    def finish(self, processes: Processes) -> Dense | RowSpace:
+        if self._block is not None:
+            return self._block.structure([])
+        return RowSpace.from_rows(self._kept.pop())
 
 
 class BlockAccumulator(Accumulator):

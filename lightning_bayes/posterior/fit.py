@@ -247,7 +247,7 @@ def warn_of_rank(posterior: LaplacePosterior, tuned: bool = True) -> None:
     """Warn if a low rank leaves out eigenvalues that matter beside the prior: those lost to rounding, or, once the
     prior is tuned, those beyond a rank that the data determine completely."""
     H = posterior.curvature.structure
-    if not isinstance(H, LowRank) or H.rank >= min(H.size, posterior.curvature.n_outputs):
+    if not isinstance(H, LowRank) or not H.is_truncated or H.rank >= min(H.size, posterior.curvature.n_outputs):
         return
     lost, δ = H.rounding / posterior.temperature, float(posterior.prior_precision.min())
     if lost > COUNTS * δ:

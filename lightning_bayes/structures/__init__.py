@@ -9,6 +9,7 @@ from lightning_bayes.structures.kronecker import EKFAC, EKFACBlockDiagonal, Kron
 from lightning_bayes.structures.layout import Layout, Piece
 from lightning_bayes.structures.low_rank import LowRank
 from lightning_bayes.structures.output_covariance import CovarianceForm, JacobianColumns, layer_jacobian
+from lightning_bayes.structures.row_space import RowSpace
 from lightning_bayes.structures.sharded import ShardedDiagonal
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Layout",
     "LowRank",
     "Piece",
+    "RowSpace",
     "ShardedDiagonal",
     "Structure",
     "StructureError",

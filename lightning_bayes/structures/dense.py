@@ -61,6 +61,9 @@ class Dense(Structure):
         self._check_same_form(other)
         return Dense(self.matrix * self.factor + other.matrix * other.factor, shift=self.shift + other.shift)
 
+    def add_data(self, other: Structure) -> Dense:
+        return self.add_approximately(other)  # few data may be stored on the smaller side
+
     def add_approximately(self, other: Structure) -> Dense:
         """Exact for any other matrix."""
         if isinstance(other, Dense):

@@ -86,7 +86,8 @@ class LowRank(Structure):
         counts = torch.cat([torch.ones_like(values[:k]), torch.full_like(values[k:], (P - k) / P)])
         rotated = None
         if vectors is not None:
-            rotated = torch.cat([in_float64(part) for part in self._split(vectors.to(self.values))], -1)
+            U, wide = in_float64(self.vectors), in_float64(vectors)
+            rotated = torch.cat([wide @ U, wide - wide @ U @ U.mT], -1)
         return Eigenbasis(values, counts, None if groups is None else groups[:1].expand(k + P), rotated)
 
     def scale(self, factor: float | Tensor) -> LowRank:

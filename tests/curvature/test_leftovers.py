@@ -115,14 +115,15 @@ def every_kind(recurrent: bool) -> nn.Module:
 @pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("structure", ["full", "diag", "kron"])
 def test_memory_is_flat_over_batches(structure: str, recurrent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same live tensors, and no longer graphs behind them, after 20 batches as after 2, for every kind of block."""
+    """The same live tensors, and no longer graphs behind them, after 60 batches as after 40, for every kind of block. A
+    full matrix replaces the rows of the first batches."""
     monkeypatch.setattr(input_sum, "FULL", 1)  # no inputs of small batches are kept for a larger product
     x, y = torch.randint(6, (3, 4)), torch.tensor([0, 1, 2])
     live = []
 
     def loader() -> Iterator[Any]:
-        for n in range(21):
-            if n in (2, 20):
+        for n in range(61):
+            if n in (40, 60):
                 live.append(live_tensors())
             yield x, y
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from lightning_bayes import LaplacePosterior, fit_laplace
+from lightning_bayes.structures import Dense
 
 SUBSETS = ("all", "last_layer", "mask")
 
@@ -34,14 +35,14 @@ def test_the_density_of_a_subnetwork_is_that_of_the_multivariate_normal(structur
 
 @pytest.mark.parametrize(("structure", "subset"), CASES)
 def test_samples_are_a_root_times_noise(structure: str, subset: str) -> None:
-    """`θ = mean + P^(-1/2) ε` with the symmetric root, which is the same in every eigenbasis; of a full matrix `LLᵀ` it
-    is `ε L⁻¹`."""
+    """`θ = mean + P^(-1/2) ε` with the symmetric root, which is the same in every eigenbasis; of a dense matrix `LLᵀ`
+    it is `ε L⁻¹`."""
     posterior = fitted(structure, subset)
     P = len(posterior.mean)
     ε = torch.randn(5, P, generator=seeded(3), dtype=torch.float64)
     λ, Q = torch.linalg.eigh(posterior.precision.to_dense())
     root = Q @ torch.diag(λ**-0.5) @ Q.mT
-    if structure == "full":
+    if isinstance(posterior.precision, Dense):
         root = torch.linalg.inv(torch.linalg.cholesky(posterior.precision.to_dense()))
     torch.testing.assert_close(posterior.sample(5, seeded(3)), posterior.mean + ε @ root, **TIGHT)
 

@@ -17,6 +17,7 @@ from lightning_bayes.structures import (
     Layout,
     LowRank,
     Piece,
+    RowSpace,
     Structure,
 )
 
@@ -125,6 +126,13 @@ def low_rank(k: int = 3) -> LowRank:
     return LowRank.from_root(random(7, k, seed=14), torch.tensor(0.4, dtype=F64))
 
 
+def row_space(n: int = 3) -> RowSpace:
+    """`n` rows of 7 weights, two of them nearly the same, and a shift, without which it has no inverse."""
+    rows = random(n, 7, seed=19)
+    rows[1] = rows[0] + 1e-5 * rows[1]
+    return RowSpace.from_rows(rows, torch.tensor(0.4, dtype=F64))
+
+
 STRUCTURES: dict[str, Callable[[], Structure]] = {
     "dense": dense,
     "diagonal": diagonal,
@@ -145,6 +153,8 @@ STRUCTURES: dict[str, Callable[[], Structure]] = {
     "ekfac blocks": ekfac_blocks,
     "low rank": low_rank,
     "low rank, whole": lambda: low_rank(7),
+    "row space": row_space,
+    "row space, whole": lambda: row_space(9),
     "low rank, nothing but the shift": lambda: low_rank(0),
 }
 
@@ -155,6 +165,8 @@ def like(structure: Structure) -> Structure:
         return Dense(spd(structure.size, seed=21))
     if isinstance(structure, Diagonal):
         return Diagonal(positive(structure.size, seed=22))
+    if isinstance(structure, RowSpace):
+        return RowSpace.from_rows(random(2, structure.size, seed=26), 0.2)
     if isinstance(structure, LowRank):
         return LowRank.from_root(random(structure.size, 2, seed=25), 0.2)
     if isinstance(structure, Kronecker):

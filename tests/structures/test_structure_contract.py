@@ -120,7 +120,7 @@ def test_per_layer_prior_is_added_to_each_block(M: Structure) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["dense", "diagonal", "low rank"])
+@pytest.mark.parametrize("name", ["dense", "diagonal", "low rank", "row space"])
 def test_per_parameter_prior_is_added_to_the_diagonal(name: str) -> None:
     M = STRUCTURES[name]()
     δ = prior_vector(M)
