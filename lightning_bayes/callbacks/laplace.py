@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, ClassVar, get_args
@@ -36,7 +37,7 @@ from lightning_bayes.curvature.fit import check_passes
 from lightning_bayes.curvature.low_rank import n_vectors
 from lightning_bayes.curvature.sharded_diagonal import check_layers
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network import Processes
+from lightning_bayes.network import DataError, Processes
 from lightning_bayes.network.gathered_layer import gathered
 from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.network.processes import is_sharded, reshard
@@ -60,6 +61,7 @@ from lightning_bayes.trainer.data import (
     ExactPass,
     FitLoader,
     check_validation,
+    count_examples,
     data_processes,
     first_loader,
     is_datamodule,
@@ -134,6 +136,7 @@ class LaplaceCallback(PosteriorCallback):
         self._data = FitLoader(data)
         check_passes(self.structure, self._data.source)
         self._probe: LastLayerProbe | None = None  # of a sharded network
+        self._n_data: int | None = None  # training examples, if they can be counted
         self._by_evidence = False  # whether the evidence has chosen the prior of the last fit
         self._best_path: str | None = None  # the checkpoint of the posterior's weights, if others are in memory
 
@@ -278,6 +281,9 @@ class LaplaceCallback(PosteriorCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._data.check_training_data(trainer, partial(check_passes, self.structure))
+        if self._data.source is None:
+            with suppress(DataError):
+                self._n_data = count_examples(trainer)
         if self.tune is not None and self.tune.method == "grid":
             check_validation(trainer)
         network = self.network_in(pl_module)
@@ -308,16 +314,17 @@ class LaplaceCallback(PosteriorCallback):
         weights = choose_subset(network, x, arguments["subset"])
         GaussianPrior.of(self._prior.read(network), weights)
         first = next(iter(weights.parameters(network).values()))
-        if self.structure.kind == "full":
-            check_memory("full", 2 * weights.size, weights.size, first)
         if weights.size > DRY_RUN_LIMITS.get(self.structure.kind, math.inf):
             arguments["structure"] = "diag"  # the same gradients, without the matrices
         likelihood, seed = arguments.pop("likelihood"), arguments.pop("seed")
         options = LaplaceOptions.of(**arguments, prior=None)
         trial_run = fit_posterior(network, [(x, y)], likelihood, options, seed=seed, dry_run=True)
-        if isinstance(self.structure, LowRank):  # its memory depends on the number of outputs
-            n = n_vectors(weights.size, self.structure.rank, trial_run.curvature.n_outputs // trial_run.n_data)
-            check_memory("lowrank", n, weights.size, first)
+        n_outputs = trial_run.curvature.n_outputs // trial_run.n_data  # of an example
+        if isinstance(self.structure, LowRank):
+            check_memory("lowrank", n_vectors(weights.size, self.structure.rank, n_outputs), weights.size, first)
+        elif self.structure.kind == "full":  # a row for each output of the data, or a matrix and its Cholesky factor
+            rows = 3 * self._n_data * n_outputs if self._n_data is not None else math.inf
+            check_memory("full", int(min(rows, 2 * weights.size)), weights.size, first)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -58,7 +58,7 @@ class RowSpace(LowRank):
         parts = [cast_like(columns.mT @ W, R) for columns in _chunks(R)]
         return RowSpace(torch.cat(parts), cast_like(λ, R), shift)
 
-    def __add__(self, other: LowRank) -> LowRank:
+    def __add__(self, other: LowRank) -> RowSpace:
         self._check_same_form(other)
         rows = torch.cat([self._root(), other._root()], -1).mT
         return RowSpace.from_rows(rows, self.shift + other.shift)

@@ -25,6 +25,7 @@ from lightning_bayes import (
 from lightning_bayes.curvature import low_rank
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, SubsetError
+from lightning_bayes.posterior.fit import fit_posterior
 from lightning_bayes.posterior.prior import PriorError
 from lightning_bayes.trainer import dry_run
 from lightning_bayes.trainer.dry_run import mean_nll
@@ -194,6 +195,7 @@ def test_a_full_matrix_that_cannot_fit_is_refused(tmp_path: Path, monkeypatch: p
     with pytest.raises(CurvatureError, match=r"structure='full' over 53 weights needs 2.25e-05 GB, but cpu has 1e-05"):
         run(tmp_path, laplace(structure="full"), Stopped())
     run(tmp_path, laplace(structure="full", subset=["net.4.bias"]), Classifier())
+    run(tmp_path, laplace(structure="full"), Classifier(), batches(labelled(4)))  # whose rows are few
 
 
 def test_a_low_rank_that_cannot_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,8 +224,12 @@ def _noting(add: Any, shapes: list[torch.Size]) -> Any:
 def test_a_wide_full_matrix_is_not_built_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """For many weights, the dry run looks at the same gradients only."""
     fitted: list[Any] = []
-    called = "lightning_bayes.callbacks.laplace.fit_posterior"
-    monkeypatch.setattr(called, lambda network, loader, likelihood, options, **_: fitted.append(options.structure.kind))
+
+    def noted(network: Any, loader: Any, likelihood: Any, options: Any, **given: Any) -> Any:
+        fitted.append(options.structure.kind)
+        return fit_posterior(network, loader, likelihood, options, **given)
+
+    monkeypatch.setattr("lightning_bayes.callbacks.laplace.fit_posterior", noted)
     callback = laplace(structure="full", curvature="fisher_mc")
     for width in (200, 5):
         network = nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, CLASSES))

@@ -16,6 +16,7 @@ from lightning_bayes.structures import (
     Factor,
     Kronecker,
     LowRank,
+    RowSpace,
     Structure,
     eigendecomposition,
     output_covariance,
@@ -435,3 +436,24 @@ def test_singular_matrices_have_log_determinant_minus_infinity() -> None:
     assert Dense(torch.zeros(3, 3, dtype=F64)).logdet() == -torch.inf
     assert Diagonal(torch.tensor([1.0, 0.0], dtype=F64)).logdet() == -torch.inf
     assert STRUCTURES["kronecker embedding"]().add_prior(-0.4).logdet() == -torch.inf
+
+
+@pytest.mark.parametrize("n", [2, 12])
+@pytest.mark.parametrize("first", ["rows", "dense"])
+def test_data_are_added_to_a_full_matrix_on_either_side(first: str, n: int) -> None:
+    """To few rows as to a dense matrix; the sum is dense once the rows are as many as the weights."""
+    R, S = random(3, 9, seed=61), random(n, 9, seed=62)
+    old = RowSpace.from_rows(R) if first == "rows" else Dense(R.mT @ R)
+    total = old.add_data(RowSpace.from_rows(S))
+    torch.testing.assert_close(total.to_dense(), R.mT @ R + S.mT @ S, rtol=1e-10, atol=1e-10)
+    assert type(total) is (RowSpace if first == "rows" and n == 2 else Dense)
+
+
+def test_a_row_space_has_the_eigenvalues_that_float32_determines() -> None:
+    """Those of a matrix on the larger side would be lost below 1e-7 of the largest; a duplicate row adds none."""
+    rows = torch.linalg.qr(random(40, 6, seed=63)).Q.mT * torch.logspace(0, -5, 6, dtype=F64).unsqueeze(1)
+    rows = torch.linalg.qr(random(6, 6, seed=64)).Q @ rows
+    M = RowSpace.from_rows(torch.cat([rows, rows[:1]]).float())
+    exact = torch.linalg.svdvals(torch.cat([rows, rows[:1]])).square()[:6]
+    assert M.rank == 6
+    torch.testing.assert_close(M.values.double(), exact, rtol=1e-2, atol=0)
