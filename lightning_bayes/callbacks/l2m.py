@@ -144,17 +144,13 @@ class L2MCallback(PosteriorCallback):
             )
         if not posterior.is_sharded:
             with fit_context(trainer, module):
-                if self._needs_evidence(trainer):
-                    posterior = self._by_evidence(trainer, module, posterior)
+                if self.tune is not None and self._needs_evidence(trainer):
+                    processes, limit = Processes.current(), data.drawn_batches(trainer)
+                    batches = data.exact_pass(trainer.train_dataloader, module, trainer, limit, processes)
+                    posterior = posterior.with_log_likelihood(batches, processes).tune_prior(self.tune)
                 posterior, _ = choose_on_validation(trainer, module, posterior, self.use, self.tune)
         self._posterior = posterior
         return posterior
-
-    def _by_evidence(self, trainer: Trainer, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:
-        processes, limit = Processes.current(), data.drawn_batches(trainer)
-        batches = data.exact_pass(trainer.train_dataloader, module, trainer, limit, processes)
-        assert self.tune is not None
-        return posterior.with_log_likelihood(batches, processes).tune_prior(self.tune)
 
     def _needs_evidence(self, trainer: Trainer) -> bool:
         """Whether the evidence tunes the prior, which it does not do in a development run."""

@@ -173,7 +173,11 @@ class OnlineLaplaceCallback(PosteriorCallback):
     def _begin(self, module: LightningModule, batch: Any) -> SampledNetwork:
         network = self.network_in(module)
         x, _ = split(module, network, batch)
-        diagonal = trace(network, x, self.subset, self.likelihood, self.hessian, self.rule.memory.threshold)
+        chosen, mode, threshold = choose_subset(network, x, self.subset), self.hessian, self.rule.memory.threshold
+        if mode != "exact":  # raises if the network supports neither
+            best = choose_mode(network, chosen, x, 0.0 if mode == "approx" else threshold)
+            mode = best if mode == "auto" else mode
+        diagonal = BatchDiagonal(network, chosen, self.likelihood, mode, threshold)
         if self._memory is None:
             self._memory = self._remember(module, diagonal.subset)
         rank = 0 if self.same_sample else Processes.current().rank
@@ -386,18 +390,6 @@ class SampledNetwork:
         move = self.memory.draw(self.memory.draws - number, self._seed, self._rank)
         parts = move.split([shape.numel() for shape in shapes])
         return {name: part.view(shape) for name, part, shape in zip(self._names, parts, shapes, strict=True)}
-
-
-def trace(
-    network: nn.Module, x: Any, subset: SubsetWord | list[str], likelihood: Likelihood, hessian: str, threshold: float
-) -> BatchDiagonal:
-    """Choose how to compute the diagonal of a batch; raise an error if the network does not support it."""
-    chosen = choose_subset(network, x, subset)
-    mode = hessian
-    if hessian != "exact":
-        best = choose_mode(network, chosen, x, 0.0 if hessian == "approx" else threshold)
-        mode = best if hessian == "auto" else hessian
-    return BatchDiagonal(network, chosen, likelihood, mode, threshold)
 
 
 def split(module: LightningModule, network: nn.Module, batch: Any) -> tuple[Any, Any]:

@@ -267,8 +267,16 @@ class PosteriorFile:
         """Before training: raise if the folder cannot be written to."""
         path = self._choose(trainer, ".pt")
         with Processes.current().raising_together():
-            if isinstance(path, Path) and trainer.is_global_zero:
-                _check_folder(path.parent)
+            if not isinstance(path, Path) or not trainer.is_global_zero:
+                return
+            folder = path.parent
+            existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path("."))
+            if not existing.is_dir() or not os.access(existing, os.W_OK):
+                reason = "is not writable" if existing.is_dir() else "is a file"
+                raise RuntimeError(
+                    f"cannot save the posterior in {folder}, because {existing} {reason}: give the Trainer another "
+                    "default_root_dir= or logger="
+                )
 
     def write(self, trainer: Trainer, posterior: GaussianPosterior) -> None:
         """Called on all processes: rank zero writes the file; of a sharded posterior, each process writes its part."""
@@ -330,16 +338,6 @@ def save_posterior(posterior: GaussianPosterior, path: File) -> None:
     system, place = url_to_fs(str(path))
     system.makedirs(os.path.dirname(place), exist_ok=True)
     posterior.save(path)
-
-
-def _check_folder(folder: Path) -> None:
-    existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path("."))
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        reason = "is not writable" if existing.is_dir() else "is a file"
-        raise RuntimeError(
-            f"cannot save the posterior in {folder}, because {existing} {reason}: give the Trainer another "
-            "default_root_dir= or logger="
-        )
 
 
 # -- between processes -------------------------------------------------------------------------------------------------

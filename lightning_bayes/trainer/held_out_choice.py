@@ -16,13 +16,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_bayes.likelihoods import Likelihood, LikelihoodError
+from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.network.loaders import ProgressLoader
 from lightning_bayes.options.callback import UseOptions
 from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior import LaplacePosterior
-from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.auto import Choice, survey, without_held_out_data
 from lightning_bayes.predictive.draws import SharedDraws
 from lightning_bayes.predictive.evaluate import Scores
@@ -158,18 +157,13 @@ def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:
             )
             for score, loss, prediction in zip(scores, losses, predictions, strict=True):
                 score.update(prediction, y_half)
-                loss.append(_nll(chosen.likelihood, prediction, y_half))
+                mean = prediction.mean if prediction.probs is None else prediction.probs
+                assert mean is not None
+                law = chosen.likelihood.predictive(mean, prediction.epistemic, prediction.aleatoric)
+                loss.append(-chosen.likelihood.predictive_log_likelihood(law, y_half).cpu().double())  # [B]
         start += len(y)
     reported = ("nll", "ece", "coverage")
     numbers = [{k: float(v) for k, v in score.compute().items() if k in reported} for score in scores]
     of_plain, of_tempered, of_posterior = (torch.cat(loss) for loss in losses)  # [N]
     difference = of_posterior - min(of_plain, of_tempered, key=lambda loss: float(loss.mean()))
     return HeldOutScores(numbers[0], numbers[1], numbers[2], float(difference.std() / len(difference) ** 0.5))
-
-
-def _nll(likelihood: Likelihood, prediction: Prediction, y: Tensor) -> Tensor:
-    """The NLL of each example.  # [B]"""
-    mean = prediction.mean if prediction.probs is None else prediction.probs
-    assert mean is not None
-    predictive = likelihood.predictive(mean, prediction.epistemic, prediction.aleatoric)
-    return -likelihood.predictive_log_likelihood(predictive, y).cpu().double()

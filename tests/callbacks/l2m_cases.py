@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_bayes import L2MCallback
+from lightning_bayes.callbacks.l2m import EffectiveBatchSize
 
 N, BATCH = 37, 8
 BETAS = (0.8, 0.95)
@@ -39,6 +40,10 @@ def adam(**options: Any) -> Net:
 def l2m(**arguments: Any) -> L2MCallback:
     """One that leaves validation data alone."""
     return L2MCallback(**{"tune": None, "calibrate": None, **arguments})
+
+
+def batch_size_of(callback: L2MCallback) -> float:
+    return EffectiveBatchSize(**callback.state_dict()["batches"]).size
 
 
 def wide(data: TensorDataset) -> Dataset[Any]:

@@ -133,8 +133,7 @@ class Run:
 
     @property
     def C(self) -> Tensor:
-        assert self.callback._memory is not None
-        return self.callback._memory.C
+        return self.callback.state_dict()["memory"]["C"]
 
     @property
     def weights(self) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from callback_cases import labelled, measured
 from helpers.processes import Peer, alone_and_together
-from l2m_cases import Net, adam, l2m, wide
+from l2m_cases import Net, adam, batch_size_of, l2m, wide
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -52,7 +52,7 @@ class Scenarios:
         posterior = callback.posterior
         self.results[key] = {
             "n_data": posterior.n_data,
-            "batch size": callback._batches.size,
+            "batch size": batch_size_of(callback),
             "mean": posterior.mean,
             "precision": posterior.precision.diagonal(),
             "prior": posterior.prior_precision,

@@ -42,7 +42,7 @@ class Scenarios:
         self.results[key] = {
             "weights": flat(model),
             "prior": posterior.prior_precision,
-            "noise": torch.tensor(callback._hyperparameters.noise, dtype=torch.float64),
+            "noise": torch.tensor(callback.state_dict()["hyperparameters"]["noise"], dtype=torch.float64),
             "evidence": posterior.log_marginal_likelihood(),
             "logged": torch.tensor([logged[name] for name in sorted(logged)], dtype=torch.float64),
             "n_data": posterior.n_data,

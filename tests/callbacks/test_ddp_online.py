@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 import torch
 from helpers.processes import Peer, alone_and_together
+from helpers.training import SaveAt
 from lightning.pytorch.callbacks import ModelCheckpoint
 from online_cases import Autoencoder, ByHand, adam, flat, noted, online, same, still, vectors
 from torch import Tensor
@@ -30,17 +31,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-class Save(L.Callback):
-    """A checkpoint of the user's own, before the turn of the callback that comes after it."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 class Scenarios:
     def __init__(self, peer: Peer) -> None:
         self.peer, self.results = peer, dict[str, Any]()
@@ -57,7 +47,7 @@ class Scenarios:
             fit.fit(model, loader, ckpt_path=path)
         self.results[key] = {
             "weights": flat(model),
-            "C": callback._memory.C,
+            "C": callback.state_dict()["memory"]["C"],
             "precision": callback.posterior.precision.diagonal(),
             "n_data": callback.posterior.n_data,
             "noises": torch.stack(noises),
@@ -82,7 +72,7 @@ class Scenarios:
 
     def resumed(self) -> None:
         checkpoint, early = ModelCheckpoint(self.peer.folder / "kept", save_top_k=-1), self.peer.folder / "own.ckpt"
-        self.fit("whole", Autoencoder(adam), online(), Save(early, 3), checkpoint, enable_checkpointing=True)
+        self.fit("whole", Autoencoder(adam), online(), SaveAt(early, 3), checkpoint, enable_checkpointing=True)
         path = self.peer.folder / "kept" / "epoch=0-step=3.ckpt"
         self.fit("resumed", Autoencoder(adam), online(), path=path)
         self.fit("resumed early", Autoencoder(adam), online(), path=early)

@@ -21,13 +21,13 @@ from lightning_bayes import (
     L2MCallback,
     LowRank,
     OnlineLaplaceCallback,
+    Subnetwork,
 )
 from lightning_bayes.curvature import low_rank
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, SubsetError
 from lightning_bayes.posterior.fit import fit_posterior
 from lightning_bayes.posterior.prior import PriorError
-from lightning_bayes.trainer import dry_run
 from lightning_bayes.trainer.dry_run import mean_nll
 from lightning_bayes.trainer.module import ModuleError
 
@@ -190,19 +190,22 @@ def test_a_mistake_is_an_error_before_the_first_step(
         run(tmp_path, make(**words), model(), data)
 
 
-def test_a_full_matrix_that_cannot_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_run, "_free_memory", lambda device: 1e4)
-    with pytest.raises(CurvatureError, match=r"structure='full' over 53 weights needs 2.25e-05 GB, but cpu has 1e-05"):
-        run(tmp_path, laplace(structure="full"), Stopped())
+def wide(hidden: int = 100_000) -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, hidden), nn.Tanh(), nn.Linear(hidden, CLASSES))
+
+
+@pytest.mark.parametrize("subset", ["all", Subnetwork(800_003)])
+def test_a_full_matrix_that_cannot_fit_is_refused(tmp_path: Path, subset: Any) -> None:
+    with pytest.raises(CurvatureError, match=r"structure='full' over 800003 weights needs 5.12e\+03 GB, but cpu has"):
+        run(tmp_path, laplace(structure="full", subset=subset), stopped(wide()))
     run(tmp_path, laplace(structure="full", subset=["net.4.bias"]), Classifier())
     run(tmp_path, laplace(structure="full"), Classifier(), batches(labelled(4)))  # whose rows are few
 
 
-def test_a_low_rank_that_cannot_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_run, "_free_memory", lambda device: 1e4)
-    says = r"structure='lowrank' over 53 weights needs .* GB, but cpu has 1e-05 GB: use a smaller rank=, structure="
+def test_a_low_rank_that_cannot_fit_is_refused(tmp_path: Path) -> None:
+    says = r"structure='lowrank' over 800003 weights needs .* GB, but cpu has .* GB: use a smaller rank=, structure="
     with pytest.raises(CurvatureError, match=says):
-        run(tmp_path, laplace(structure=LowRank(rank=20)), Stopped())
+        run(tmp_path, laplace(structure=LowRank(rank=100_000)), stopped(wide()))
 
 
 def test_a_trial_of_a_low_rank_is_one_product_with_two_vectors(monkeypatch: pytest.MonkeyPatch) -> None:

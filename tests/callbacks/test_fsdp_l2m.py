@@ -11,7 +11,7 @@ import torch
 from callback_cases import FEATURES, draw, error, labelled, trainer
 from helpers.processes import Peer, alone_and_together
 from helpers.training import Lit
-from l2m_cases import l2m, wide
+from l2m_cases import batch_size_of, l2m, wide
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -150,7 +150,7 @@ class Scenarios:
         for optimizer in OPTIMIZERS:
             callback, _, _ = self.fitted(optimizer)
             self.keep(optimizer, callback.posterior)
-            self.results[optimizer]["batch size"] = callback._batches.size
+            self.results[optimizer]["batch size"] = batch_size_of(callback)
         callback, _, _ = self.fitted(prior_precision=[1.0, 2.0, 3.0, 4.0])
         self.keep("a prior per layer", callback.posterior)
 

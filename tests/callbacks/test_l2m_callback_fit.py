@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from callback_cases import FEATURES, Classifier, draw, held_out, labelled, measured, train_loader, trainer
-from l2m_cases import BATCH, BETAS, ByHand, N, Net, adam, fitted, l2m, loader, same_as_by_hand, wide
+from l2m_cases import BATCH, BETAS, ByHand, N, Net, adam, batch_size_of, fitted, l2m, loader, same_as_by_hand, wide
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
@@ -409,7 +409,7 @@ def test_one_prior_per_layer(tmp_path: Path) -> None:
 def test_the_prior_is_tuned_by_evidence_as_tune_prior_does(tmp_path: Path, method: str, per_layer: bool) -> None:
     callback = l2m(tune=Tuning(method, groups="layers" if per_layer else None))
     model, fit = fitted(tmp_path, callback)
-    bare = fit_l2m(model, fit.optimizers, n_data=N, batch_size=callback._batches.size, prior_precision=1.0)
+    bare = fit_l2m(model, fit.optimizers, n_data=N, batch_size=batch_size_of(callback), prior_precision=1.0)
     expected = bare.tune_prior(Tuning(method, groups="layers" if per_layer else None), loader=loader())
     assert callback.posterior.prior_precision.shape == ((2,) if per_layer else ())
     torch.testing.assert_close(callback.posterior.prior_precision, expected.prior_precision, rtol=1e-7, atol=0)
@@ -426,7 +426,7 @@ def test_the_noise_of_a_regression_is_tuned_with_the_prior(tmp_path: Path) -> No
         fit.optimizers,
         "regression",
         n_data=N,
-        batch_size=callback._batches.size,
+        batch_size=batch_size_of(callback),
         prior_precision=1.0,
         n_outputs=2,
     )
@@ -441,7 +441,7 @@ def test_a_grid_is_scored_on_the_validation_data(tmp_path: Path) -> None:
     fit = trainer(tmp_path, callback, precision="64-true")
     model, validation = adam(), loader(13)
     fit.fit(model, loader(), validation)
-    bare = fit_l2m(model, fit.optimizers, n_data=N, batch_size=callback._batches.size)
+    bare = fit_l2m(model, fit.optimizers, n_data=N, batch_size=batch_size_of(callback))
     torch.testing.assert_close(callback.posterior.prior_precision, bare.tune_prior("grid", validation).prior_precision)
 
 
@@ -481,7 +481,7 @@ def test_one_log_line_and_the_same_numbers_in_every_logger(tmp_path: Path, caplo
     logger = CSVLogger(tmp_path)
     callback = l2m()
     _, fit = fitted(tmp_path, callback, logger=logger, log_every_n_steps=1)
-    γ, size = float(callback.posterior.effective_parameters), callback._batches.size
+    γ, size = float(callback.posterior.effective_parameters), batch_size_of(callback)
     (line,) = [message for message in caplog.messages if message.startswith("l2m: ")]
     assert line == (
         f"l2m: second-moment posterior over 43 weights; n_data 37, batch_size {size:.6g}, "
@@ -650,4 +650,4 @@ def test_examples_are_those_of_split_batchs_x(tmp_path: Path) -> None:
     rows = [{"x": x[i : i + 2], "y": y[i : i + 2]} for i in range(0, 24, 2)]
     callback = l2m(n_data=24)
     fitted(tmp_path, callback, Bags(torch.optim.Adam, weight_decay=0.1), DataLoader(rows, 3))  # type: ignore[arg-type]
-    assert callback._batches.size == pytest.approx(6)
+    assert batch_size_of(callback) == pytest.approx(6)

@@ -12,7 +12,8 @@ from helpers.cli import run_cli
 from helpers.options import predictive_of
 from helpers.processes import environment
 from helpers.programs import run_program
-from l2m_cases import N, Net, adam, fitted, l2m, loader, wide
+from helpers.training import SaveAt
+from l2m_cases import N, Net, adam, batch_size_of, fitted, l2m, loader, wide
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
@@ -119,7 +120,7 @@ def test_an_exception_in_training_leaves_no_posterior_of_an_earlier_one(tmp_path
     with pytest.raises(RuntimeError, match="has no posterior yet"):
         _ = callback.posterior
     fitted(tmp_path, callback)
-    assert callback._batches.global_step == 10
+    assert callback.state_dict()["batches"]["global_step"] == 10
 
 
 def test_stale_weights_are_refused(tmp_path: Path) -> None:
@@ -200,7 +201,7 @@ def test_a_run_resumed_between_epochs_is_one_that_never_stopped(tmp_path: Path, 
         callback = l2m()
         trainer(tmp_path, callback, precision="64-true", **options).fit(new(), loader(), ckpt_path=path)
         same(callback.posterior, whole.posterior)
-        assert callback._batches == whole._batches
+        assert callback.state_dict()["batches"] == whole.state_dict()["batches"]
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -209,18 +210,14 @@ def test_the_counters_of_a_run_resumed_within_an_epoch(tmp_path: Path, before: b
     """Lightning then sees other batches, but as many; also where the checkpoint is written before this callback's turn
     to count the step."""
 
-    class Save(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.current_epoch == 1 and batch_idx == 1:
-                trainer.save_checkpoint(tmp_path / "seven.ckpt", weights_only=False)
-
+    save = SaveAt(tmp_path / "seven.ckpt", 7 if accumulate == 1 else 4)  # after the second batch of the second epoch
     whole, callback = l2m(), l2m()
-    both: list[Any] = [Save(), whole] if before else [whole, Save()]
+    both: list[Any] = [save, whole] if before else [whole, save]
     fitted(tmp_path, whole, data=loader(40), callbacks=both, max_epochs=3, accumulate_grad_batches=accumulate)
     resume = trainer(tmp_path, callback, precision="64-true", max_epochs=3, accumulate_grad_batches=accumulate)
     resume.fit(new(), loader(40), ckpt_path=tmp_path / "seven.ckpt")
-    assert callback._batches.global_step == (15 if accumulate == 1 else 9)
-    assert callback._batches == whole._batches
+    assert callback.state_dict()["batches"]["global_step"] == (15 if accumulate == 1 else 9)
+    assert callback.state_dict()["batches"] == whole.state_dict()["batches"]
 
 
 def test_resuming_a_finished_run_keeps_the_posterior_of_its_checkpoint(tmp_path: Path) -> None:
@@ -275,7 +272,7 @@ def test_a_barebones_trainer(tmp_path: Path) -> None:
     model = Classifier()
     fit = L.Trainer(accelerator="cpu", max_epochs=1, barebones=True, callbacks=[callback], default_root_dir=tmp_path)
     fit.fit(model, train_loader())
-    expected = fit_l2m(model, fit.optimizers, n_data=N, batch_size=callback._batches.size, prior_precision=1.0)
+    expected = fit_l2m(model, fit.optimizers, n_data=N, batch_size=batch_size_of(callback), prior_precision=1.0)
     same(callback.posterior, expected)
     found = fit.predict(model, held_out(batch_size=11))
     assert torch.equal(found[0].probs, callback.predict(labelled(11, 5).tensors[0]).probs)
@@ -298,7 +295,7 @@ def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) ->
     cli = run_cli(tmp_path, Classifier, train_loader, {"L2MCallback": words})
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, L2MCallback)]
     expected = fit_l2m(
-        cli.model, cli.trainer.optimizers, n_data=100, batch_size=callback._batches.size, loss_scale=1.0,
+        cli.model, cli.trainer.optimizers, n_data=100, batch_size=batch_size_of(callback), loss_scale=1.0,
         prior_precision=2.5,
     )  # fmt: skip
     same(callback.posterior, expected)

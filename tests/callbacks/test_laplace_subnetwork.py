@@ -17,7 +17,7 @@ from lightning_bayes import (
     VariationalLaplaceMixin,
     fit_laplace,
 )
-from lightning_bayes.network import CurvatureError, SubsetError
+from lightning_bayes.network import SubsetError
 from lightning_bayes.posterior import PriorError
 from lightning_bayes.trainer.module import ModuleError
 
@@ -64,12 +64,6 @@ def test_what_cannot_work_is_known_before_the_first_step(words: Any, error: Any,
     with pytest.raises(error, match=message):
         trainer(tmp_path, plain(**words), **DOUBLE).fit(module, loader())
     assert torch.equal(module.net[0].weight, before)
-
-
-def test_a_subnetwork_that_memory_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_bayes.trainer.dry_run._free_memory", lambda device: 100.0)
-    with pytest.raises(CurvatureError, match="structure='full' over 20 weights needs"):
-        trainer(tmp_path, plain(subset=Subnetwork(20)), **DOUBLE).fit(LitNet(), loader())
 
 
 class VariationalNet(VariationalLaplaceMixin, LitNet):

@@ -89,9 +89,8 @@ def test_a_monitor_that_is_read_at_validation_is_refused(options: dict[str, Any]
     good = ModelCheckpoint(tmp_path / "good", monitor=EVIDENCE, mode="max", save_on_train_epoch_end=True)
     callback = marginal()
     trained(tmp_path, Net(), callback, others, good, **options)
-    assert callback._best is not None
     assert good.best_model_score is not None
-    assert float(good.best_model_score) == pytest.approx(callback._best.log_evidence)
+    assert float(good.best_model_score) == pytest.approx(callback.state_dict()["best"]["log_evidence"])
 
 
 @pytest.mark.parametrize(("words", "first"), [({"burn_in_epochs": 4}, 4), ({"every_n_epochs": 5}, 5)])
@@ -125,12 +124,12 @@ def test_evidences_of_other_weights_are_not_compared(every: int, tmp_path: Path,
     assert len([m for m in caplog.messages if "other weights train now" in m]) == 1
     assert not torch.equal(model.net[0].weight, All().net[0].weight)
     same(callback.posterior.mean, flat(model))
+    best = callback.state_dict()["best"]
     if every == 1:
-        assert callback._best is not None
-        assert callback._best.parameters == ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
-        assert callback._numbers[EVIDENCE] == callback._best.log_evidence
+        assert best["parameters"] == ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
+        assert callback.state_dict()["numbers"][EVIDENCE] == best["log_evidence"]
     else:
-        assert callback._best is None
+        assert best is None
 
 
 # -- steps without a loss, checkpoints of a last batch, divergence -----------------------------------------------------
@@ -144,7 +143,7 @@ def test_a_first_step_without_a_loss_says_nothing_of_its_scale(tmp_path: Path) -
 
     model, callback = Late(lambda f, y: 3 * F.cross_entropy(f, y), optimizer=sgd), fixed(prior_precision=2.0)
     found, _ = trained(tmp_path, model, callback)
-    assert callback._gradient.scale.agreed == pytest.approx(3.0)
+    assert callback.state_dict()["loss_scale"] == pytest.approx(3.0)
     same(flat(found), flat(trained(tmp_path, penalised(model, 3.0, {"": 2.0}))[0]))
     assert all(not m._forward_hooks for m in found.modules())
 
@@ -157,8 +156,8 @@ def test_a_checkpoint_of_an_epochs_last_batch_loses_no_refit(tmp_path: Path) -> 
         again = marginal(burn_in_epochs=1, evidence=Learning(steps=4))
         resumed, _ = trained(tmp_path, Net(), again, path=tmp_path / "kept" / f"step={step}.ckpt", data=data)
         assert torch.equal(flat(resumed), flat(whole)), step
-        assert again._hyperparameters == callback._hyperparameters
-        assert again._refitted == 3
+        assert again.state_dict()["hyperparameters"] == callback.state_dict()["hyperparameters"]
+        assert again.state_dict()["refitted"] == 3
 
 
 def test_training_that_has_diverged_is_one_clear_sentence(tmp_path: Path) -> None:

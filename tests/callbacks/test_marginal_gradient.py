@@ -89,7 +89,7 @@ def test_mixed_precision(tmp_path: Path) -> None:
     model, how = Net(optimizer=sgd).float(), {"precision": "bf16-mixed", "data": loader(as_float())}
     callback = fixed(prior_precision=3.0)
     found, _ = trained(tmp_path, model, callback, **how)
-    assert callback._gradient.scale.agreed == 1.0
+    assert callback.state_dict()["loss_scale"] == 1.0
     expected, _ = trained(tmp_path, penalised(model, 1.0, BOTH), **how)
     torch.testing.assert_close(flat(found), flat(expected), rtol=1e-4, atol=1e-5)
 
@@ -125,10 +125,10 @@ def test_thawed_weights_get_their_prior_in_the_next_epoch(tmp_path: Path) -> Non
     model.net[0].requires_grad_(False)
     callback = marginal(prior_precision=3.0, evidence=Learning(keep="last"))
     trained(tmp_path, model, Thaw(), callback, max_epochs=1)
-    assert set(callback._hyperparameters.prior_precision) == {"net.2"}
+    assert set(callback.state_dict()["hyperparameters"]["prior_precision"]) == {"net.2"}
     callback = marginal(prior_precision=3.0, evidence=Learning(keep="last"))
     trained(tmp_path, model, Thaw(), callback, max_epochs=3)
-    assert set(callback._hyperparameters.prior_precision) == {"net.0", "net.2"}
+    assert set(callback.state_dict()["hyperparameters"]["prior_precision"]) == {"net.0", "net.2"}
 
 
 class Manual(Net):
@@ -214,18 +214,18 @@ def test_the_noise_that_is_learned_is_no_news_to_the_loss(tmp_path: Path) -> Non
 
     class Note(L.Callback):
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            learned.append(callback._hyperparameters)
+            learned.append(callback.state_dict()["hyperparameters"])
 
     model = regressor()
     callback = marginal(model, prior_precision=2.0, evidence=Learning(steps=5, keep="last"))
     found, _ = trained(tmp_path, model, Note(), callback, max_epochs=4)
-    assert len({round(η.noise, 6) for η in learned}) == 4
+    assert len({round(η["noise"], 6) for η in learned}) == 4
 
     class Put(L.Callback):
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             η = learned[trainer.current_epoch]
-            priors = η.prior_precision or {"net.0": 2.0, "net.2": 2.0}
-            pl_module.penalty = penalised(model, 2 * (NOISE * η.noise) ** 2 / OUTPUTS, priors).penalty
+            priors = η["prior_precision"] or {"net.0": 2.0, "net.2": 2.0}
+            pl_module.penalty = penalised(model, 2 * (NOISE * η["noise"]) ** 2 / OUTPUTS, priors).penalty
 
     expected, _ = trained(tmp_path, model, Put(), max_epochs=4)
     same(flat(found), flat(expected))

@@ -57,7 +57,7 @@ class Watch(L.Callback):
 
     def note(self, trainer: Any, module: Any) -> None:
         self.weights.append(flat(module))
-        self.learned.append(self.callback._hyperparameters)
+        self.learned.append(self.callback.state_dict()["hyperparameters"])
         self.logged.append({key: float(value) for key, value in trainer.callback_metrics.items()})
 
 
@@ -97,7 +97,7 @@ def test_a_refit_is_a_fit_and_steps_on_its_evidence(make: Any, tmp_path: Path) -
     noise = 1.0
     for weights, learned, logged in zip(watch.weights, watch.learned, watch.logged, strict=True):
         expected = by_hand(model, weights, prior, noise, steps=6, lr=0.2)
-        prior, noise = list(learned.prior_precision.values()), learned.noise
+        prior, noise = list(learned["prior_precision"].values()), learned["noise"]
         torch.testing.assert_close(
             torch.tensor(prior, dtype=torch.float64), expected.prior_precision, rtol=1e-7, atol=0
         )
@@ -116,13 +116,13 @@ def test_mackays_fixed_point_logs_alpha_beta_and_gamma(tmp_path: Path, caplog: A
     with caplog.at_level(logging.INFO):
         trained(tmp_path, model, watch, callback, max_epochs=3)
     for weights, learned, logged in zip(watch.weights, watch.learned, watch.logged, strict=True):
-        α = torch.tensor(list(learned.prior_precision.values()), dtype=torch.float64)
-        posterior = by_hand(model, weights, α.tolist(), learned.noise, steps=1, lr=1e-12)
+        α = torch.tensor(list(learned["prior_precision"].values()), dtype=torch.float64)
+        posterior = by_hand(model, weights, α.tolist(), learned["noise"], steps=1, lr=1e-12)
         γ = posterior.effective_parameters_per_layer()
         squares = torch.stack([part.square().sum() for part in weights.split([25, 12])])
         torch.testing.assert_close(α, γ / squares, rtol=1e-3, atol=0)
         assert logged["effective_parameters_marglik"] == pytest.approx(float(γ.sum()), rel=1e-3)
-        error = float(posterior.squared_error) * (NOISE * learned.noise) ** 2
+        error = float(posterior.squared_error) * (NOISE * learned["noise"]) ** 2
         assert logged["noise_precision_marglik"] == pytest.approx((2 * EXAMPLES - float(γ.sum())) / error, rel=1e-2)
     assert not [message for message in caplog.messages if "larger network" in message]
 
@@ -186,7 +186,7 @@ def test_the_best_evidences_weights_and_priors_are_those_of_the_posterior(keep: 
     posterior.check_weights()
     if keep == "best":
         assert torch.equal(flat(model), watch.weights[best])
-        assert posterior.prior_precision.tolist() == list(watch.learned[best].prior_precision.values())
+        assert posterior.prior_precision.tolist() == list(watch.learned[best]["prior_precision"].values())
         assert float(posterior.log_marginal_likelihood()) == pytest.approx(evidences[best])
         weights = torch.load(checkpoint.best_model_path, weights_only=True)["state_dict"]
         assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
@@ -228,10 +228,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(make: Any, words: Any, tmp_pa
         again = marginal(make(), **words)
         resumed, _ = trained(tmp_path, make(), Worse(), again, path=path, **options)
         assert torch.equal(flat(resumed), flat(whole)), path
-        assert again._hyperparameters == callback._hyperparameters
-        assert again._best is not None
-        assert callback._best is not None
-        assert again._best.log_evidence == callback._best.log_evidence
+        assert again.state_dict()["hyperparameters"] == callback.state_dict()["hyperparameters"]
+        assert again.state_dict()["best"]["log_evidence"] == callback.state_dict()["best"]["log_evidence"]
         assert torch.equal(again.posterior.mean, callback.posterior.mean)
 
 
@@ -248,10 +246,10 @@ def test_a_finished_run_that_is_resumed_ends_with_the_best_weights(tmp_path: Pat
 def test_a_second_fit_begins_with_the_prior_that_was_given(tmp_path: Path) -> None:
     callback, model = marginal(prior_precision=2.0, burn_in_epochs=1, evidence=Learning(steps=50)), Net(optimizer=sgd)
     first, _ = trained(tmp_path, model, callback)
-    learned = callback._hyperparameters
+    learned = callback.state_dict()["hyperparameters"]
     second, _ = trained(tmp_path, model, callback)
     assert torch.equal(flat(first), flat(second))
-    assert callback._hyperparameters == learned
+    assert callback.state_dict()["hyperparameters"] == learned
 
 
 # -- monitors ----------------------------------------------------------------------------------------------------------
@@ -267,7 +265,7 @@ def test_early_stopping_and_checkpoints_can_monitor_the_evidence(tmp_path: Path)
     _, fit = trained(
         tmp_path, model, watch, callback, stop, checkpoint, enable_checkpointing=True, max_epochs=60, val=loader()
     )
-    assert [η.prior_precision != {} for η in watch.learned[:4]] == [False, False, True, True]
+    assert [η["prior_precision"] != {} for η in watch.learned[:4]] == [False, False, True, True]
     measured = [logged[EVIDENCE] for logged in watch.logged]
     first = fit_laplace(_at(model, watch.weights[0]), loader(), "classification")
     assert measured[0] == pytest.approx(float(first.log_marginal_likelihood()), rel=1e-5)
@@ -328,7 +326,7 @@ def test_an_exception_in_training_leaves_gradients_and_hooks_alone(tmp_path: Pat
 def test_a_dev_run_learns_once(tmp_path: Path) -> None:
     callback = marginal(burn_in_epochs=10)
     trained(tmp_path, Net(), callback, fast_dev_run=True)
-    assert set(callback._hyperparameters.prior_precision) == {"net.0", "net.2"}
+    assert set(callback.state_dict()["hyperparameters"]["prior_precision"]) == {"net.0", "net.2"}
     assert callback.posterior.n_data == BATCH  # all that a run of one batch sees
 
 
@@ -361,10 +359,9 @@ def test_a_module_with_batch_norm_and_dropout(tmp_path: Path) -> None:
     torch.manual_seed(0)
     callback = marginal()
     model, _ = trained(tmp_path, Normed(), Drift(), callback, max_epochs=4, data=loader(classes(40), 8))
-    assert callback._best is not None
-    assert torch.equal(model.net[1].running_mean, callback._best.weights["net.1.running_mean"])
+    assert torch.equal(model.net[1].running_mean, callback.state_dict()["best"]["weights"]["net.1.running_mean"])
     callback.posterior.check_weights()
-    assert len(callback._hyperparameters.prior_precision) == 3
+    assert len(callback.state_dict()["hyperparameters"]["prior_precision"]) == 3
 
 
 class Drift(L.Callback):

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from callback_cases import Classifier, draw, labelled, trainer
+from helpers.training import SaveAt
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from online_cases import (
     EXAMPLES,
@@ -58,18 +59,6 @@ class Resumable(Given):
         self.next = state["next"]
 
 
-class Save(L.Callback):
-    """A checkpoint of the user's own, at a step."""
-
-    def __init__(self, path: Path, step: int, batch: int | None = None) -> None:
-        self.path, self.step, self.batch = path, step, batch
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        at = trainer.global_step == self.step and not self.path.exists()
-        if at and self.batch in (None, batch_idx):
-            trainer.save_checkpoint(self.path)
-
-
 def convolutional() -> Convolutional:
     return Convolutional(adam).double()  # a checkpoint is loaded before Lightning converts a module
 
@@ -92,8 +81,8 @@ def fit(folder: Path, callback: Any, *others: Any, path: Any = None, model: Any 
 def identical(one: Any, other: Any, callback: Any, expected: Any) -> None:
     for name, value in one.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
-    assert torch.equal(callback._memory.C, expected._memory.C)
-    assert callback._memory.draws == expected._memory.draws
+    assert torch.equal(callback.state_dict()["memory"]["C"], expected.state_dict()["memory"]["C"])
+    assert callback.state_dict()["memory"]["draws"] == expected.state_dict()["memory"]["draws"]
     assert torch.equal(callback.posterior.precision.diagonal(), expected.posterior.precision.diagonal())
 
 
@@ -123,7 +112,7 @@ def test_a_run_resumed_after_an_epoch_equals_an_uninterrupted_one(tmp_path: Path
 def test_a_run_resumed_in_an_epoch_equals_an_uninterrupted_one(tmp_path: Path, step: int, first: bool) -> None:
     """Also where the checkpoint is written before this callback's turn, and after an epoch's last batch."""
     path = tmp_path / "own.ckpt"
-    save = Save(path, step)
+    save = SaveAt(path, step)
     expected = online(n_data=18)
     order: Any = {"first": [save]} if first else {}
     whole = fit(tmp_path, expected, *([] if first else [save]), **order)
@@ -146,7 +135,7 @@ def test_lightnings_own_checkpoints_in_an_epoch(tmp_path: Path, step: int) -> No
 def test_a_run_resumed_where_accumulated_batches_make_a_step(tmp_path: Path) -> None:
     path = tmp_path / "own.ckpt"
     expected, callback = online(n_data=18), online(n_data=18)
-    whole = fit(tmp_path, expected, Save(path, 4, batch=1), accumulate_grad_batches=2)
+    whole = fit(tmp_path, expected, SaveAt(path, 4, batch=1), accumulate_grad_batches=2)
     assert path.exists()
     resumed = fit(tmp_path, callback, path=path, accumulate_grad_batches=2)
     identical(resumed, whole, callback, expected)
@@ -156,7 +145,7 @@ def test_in_the_middle_of_an_accumulation_curvature_goes_the_way_of_the_gradient
     """Lightning's checkpoints hold no gradients: the batch before is lost to the step, and so to the curvature."""
     path = tmp_path / "own.ckpt"
     expected, callback = online(n_data=18), online(n_data=18)
-    fit(tmp_path, expected, Save(path, 1, batch=2), accumulate_grad_batches=2)  # one batch after the first step
+    fit(tmp_path, expected, SaveAt(path, 1, batch=2), accumulate_grad_batches=2)  # one batch after the first step
     state = torch.load(path, weights_only=True)
     start = convolutional()
     start.load_state_dict(state["state_dict"])
@@ -164,8 +153,7 @@ def test_in_the_middle_of_an_accumulation_curvature_goes_the_way_of_the_gradient
     memory = state["callbacks"][KEY]["memory"]
     batch = images(18)[3]
     h = ByHand(start, 18).curvature(flat(start), batch)
-    assert callback._memory is not None
-    same(callback._memory.C, 0.8 * memory["C"] + 18 / len(batch) * h)
+    same(callback.state_dict()["memory"]["C"], 0.8 * memory["C"] + 18 / len(batch) * h)
     assert not torch.allclose(flat(resumed), flat(start))
 
 
@@ -173,7 +161,7 @@ def test_a_finished_epoch_that_is_resumed_without_a_batch_has_a_posterior(tmp_pa
     """The last batch's own checkpoint: only the end of training is left to do."""
     path = tmp_path / "own.ckpt"
     expected, callback = online(n_data=18), online(n_data=18)
-    whole = fit(tmp_path, expected, Save(path, 15))
+    whole = fit(tmp_path, expected, SaveAt(path, 15))
     resumed = fit(tmp_path, callback, path=path)
     identical(resumed, whole, callback, expected)
 
@@ -288,14 +276,14 @@ def test_checkpoints_hold_plain_tensors_and_the_curvature_once(tmp_path: Path) -
     state = torch.load(checkpoint.best_model_path, weights_only=True)["callbacks"][KEY]
     assert state.keys() == {"posterior", "memory"}
     assert state["memory"]["C"].data_ptr() == state["posterior"]["curvature"]["values"].data_ptr()
-    assert torch.equal(state["memory"]["C"], callback._memory.C)
+    assert torch.equal(state["memory"]["C"], callback.state_dict()["memory"]["C"])
     assert state["memory"]["draws"] == 15
 
 
 def test_fit_now_around_the_best_weights_has_the_curvature_of_the_last(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path / "kept", monitor="step", mode="min")
     _, callback, _ = classifier(tmp_path, checkpoint)
-    C = callback._memory.C
+    C = callback.state_dict()["memory"]["C"]
     best = Classifier.load_from_checkpoint(checkpoint.best_model_path)
     posterior = callback.fit_now(None, best)
     assert posterior.network is best
@@ -320,7 +308,7 @@ def test_nothing_of_a_run_by_hand_is_missing_after_a_resumed_one(tmp_path: Path)
     path = tmp_path / "own.ckpt"
     first, model = convolutional(), convolutional()
     with noted() as before:
-        fit(tmp_path, online(n_data=18), Save(path, 3), model=first, max_steps=3)
+        fit(tmp_path, online(n_data=18), SaveAt(path, 3), model=first, max_steps=3)
     callback = online(n_data=18)
     with noted() as after:
         fit(tmp_path, callback, path=path, model=model, max_epochs=2)

@@ -516,7 +516,6 @@ def test_a_compiled_network_trains_like_another(tmp_path: Path, inside: bool, sa
     spy = Spy()
     trainer(tmp_path, callback, spy, precision="64-true").fit(model, Given(vectors()))
     expected = trained(tmp_path, Autoencoder(), vectors(), online(n_data=EXAMPLES, train_samples=samples))
-    assert callback._memory is not None
-    same(callback._memory.C, expected.C)
+    same(callback.state_dict()["memory"]["C"], expected.C)
     same(flat(model), expected.weights)
     same(callback.posterior.mean, expected.weights)

@@ -289,12 +289,11 @@ def test_one_trainer_for_two_fits_begins_anew_from_the_weights_of_the_first(tmp_
     between = flat(model)
     fit.fit_loop.max_epochs = 2
     fit.fit(model, Given(vectors()))
-    assert callback._memory is not None
     start = Autoencoder().double()
     nn.utils.vector_to_parameters(between, start.parameters())
     expected = trained(tmp_path, start, vectors(), max_epochs=1)
     assert torch.equal(flat(model), expected.weights)
-    same(callback._memory.C, expected.C)
+    same(callback.state_dict()["memory"]["C"], expected.C)
 
 
 def test_the_posterior_of_the_moment_may_be_asked_for_in_training(tmp_path: Path) -> None:
@@ -332,8 +331,7 @@ def test_a_learning_rate_finder_comes_before_and_leaves_no_trace(tmp_path: Path)
     fit.fit(model, Given(vectors()))
     run = trained(tmp_path, Autoencoder(), vectors())
     same(flat(model), run.weights)
-    assert callback._memory is not None
-    same(callback._memory.C, run.C)
+    same(callback.state_dict()["memory"]["C"], run.C)
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")

@@ -37,6 +37,18 @@ def trainer(folder: Path, *callbacks: L.Callback, **arguments: Any) -> L.Trainer
     return L.Trainer(**{**quiet, **arguments})
 
 
+class SaveAt(L.Callback):
+    """Saves a checkpoint at a step (and batch), before the hooks of the callbacks after it."""
+
+    def __init__(self, path: Path, step: int, batch: int | None = None) -> None:
+        self.path, self.step, self.batch = path, step, batch
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        at = trainer.global_step == self.step and not self.path.exists()
+        if at and self.batch in (None, batch_idx):
+            trainer.save_checkpoint(self.path)
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.1)
 
