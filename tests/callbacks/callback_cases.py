@@ -42,7 +42,7 @@ class Regressor(Lit):
 
 @dataclass(frozen=True)
 class Temperate(Categorical):
-    """Class labels, by a likelihood of the user's own, which no file of ours can hold."""
+    """A likelihood defined by the user, which no file can hold."""
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -77,7 +77,7 @@ def laplace(**arguments: Any) -> LaplaceCallback:
 
 
 def by_evidence(**arguments: Any) -> LaplaceCallback:
-    """One that leaves validation data alone."""
+    """A callback that does not use validation data."""
     return laplace(**{"tune": "marglik", "calibrate": None, **arguments})
 
 
@@ -112,7 +112,7 @@ def same_posterior(found: Any, expected: Any, x: Tensor, rtol: float = 1e-5) -> 
 
 
 def error(call: Callable[[], Any]) -> str:
-    """What a call raises, of any type, for a process whose results another one looks at."""
+    """The type and message of the exception that a call raises, or "none"."""
     try:
         call()
     except Exception as raised:

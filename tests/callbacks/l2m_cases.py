@@ -1,4 +1,4 @@
-"""A user's module with an optimizer that L2M reads, and the same training written out by hand."""
+"""A module with an optimizer that L2M reads, and the same training by hand."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -38,7 +38,7 @@ def adam(**options: Any) -> Net:
 
 
 def l2m(**arguments: Any) -> L2MCallback:
-    """One that leaves validation data alone."""
+    """A callback that does not use validation data."""
     return L2MCallback(**{"tune": None, "calibrate": None, **arguments})
 
 

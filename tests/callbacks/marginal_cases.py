@@ -74,7 +74,7 @@ def marginal(model: Any = None, **words: Any) -> MarginalLikelihoodCallback:
 
 
 def fixed(model: Any = None, loss_scale: Any = None, n_data: Any = None, **words: Any) -> MarginalLikelihoodCallback:
-    """One that never learns: the prior stays what was given."""
+    """A callback that never learns, so the prior stays as given."""
     learning = Learning(keep="last", loss_scale=loss_scale, n_data=n_data)
     return marginal(model, burn_in_epochs=1000, evidence=learning, **words)
 
@@ -90,7 +90,7 @@ def trained(folder: Path, model: Any, *callbacks: Any, path: Any = None, **optio
 
 
 def penalised(model: Net, scale: float, priors: dict[str, float], n: int = EXAMPLES) -> Net:
-    """A copy with `c/(2N) Σ_l δ_l ‖θ_l‖²` in its loss; `priors` by the beginning of parameters' names."""
+    """A copy with `c/(2N) Σ_l δ_l ‖θ_l‖²` in its loss; the keys of `priors` are prefixes of parameter names."""
     model = copy.deepcopy(model)
 
     def penalty(module: nn.Module) -> Any:

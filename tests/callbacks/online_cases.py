@@ -1,4 +1,4 @@
-"""Autoencoders and others as users write them, and online Laplace by hand: eq. (64) and (65), example by example."""
+"""Users' modules, and online Laplace by hand: eqs. (64) and (65), example by example."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ def still(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Autoencoder(L.LightningModule):
-    """Bare tensors are its batches."""
+    """Its batches are tensors."""
 
     def __init__(self, optimizer: Optimizer = sgd) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def weights_of(model: nn.Module, θ: Tensor) -> dict[str, Tensor]:
 
 @dataclass
 class ByHand:
-    """The update with nothing of the package in it but its noise."""
+    """The update without the package, except for its noise."""
 
     model: Any
     N: int

@@ -1,4 +1,4 @@
-"""`lightning.pytorch` and `pytorch_lightning` have classes of their own each: all callbacks work in both packages."""
+"""`lightning.pytorch` and `pytorch_lightning` define separate classes; all callbacks work in both packages."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The posterior's own file: in the folder of its run, on any file system, never over another run's."""
+"""The posterior's file: in the folder of its run, on any file system, never overwriting that of another run."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ X = draw(5, 4, seed=9)
 
 
 class SharedFolder(Logger):
-    """As W&B's: all runs have one `save_dir`, and the version is the run's."""
+    """Like W&B's: all runs share one `save_dir`, and the version names the run."""
 
     def __init__(self, folder: Path, run: str) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ def test_all_arguments_but_the_likelihood_are_keywords(callback: Any) -> None:
 
 @pytest.mark.parametrize("callback", CALLBACKS)
 def test_the_shared_options_are_one_frozen_object(callback: Any) -> None:
-    """Each of its fields is an argument of every callback, and what a callback tells of itself is what it holds."""
+    """Each field is an argument of every callback, and the attributes of a callback read it."""
     shared = inspect.signature(PosteriorCallback).parameters.keys()
     assert {field.name for field in fields(UseOptions)} == shared - {"likelihood"}
     made = callback(predictive="map", seed=3, name="mine")

@@ -1,4 +1,4 @@
-"""One graph whose nodes have targets: its examples are the labelled nodes, wherever examples are counted."""
+"""One graph whose nodes have targets: its examples are the labelled nodes."""
 
 from pathlib import Path
 from typing import Any

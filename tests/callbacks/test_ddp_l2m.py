@@ -1,4 +1,4 @@
-"""Real processes under DDP end with the posterior of one alone that has trained on the same global batches."""
+"""Several processes under DDP end with the posterior of one that trained on the same global batches."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ class Scenarios:
         self.results["regression"]["noise"] = float(callback.posterior.likelihood.noise_std)  # type: ignore[attr-defined]
 
     def lightnings_own_sampler(self) -> None:
-        """Shuffled and padded, as Lightning does it to a loader of the user's."""
+        """Lightning shuffles and pads the user's loader."""
         callback = l2m(tune="marglik")
         fit = self.trainer(callback, use_distributed_sampler=True)
         fit.fit(adam(), DataLoader(wide(labelled(37)), 4, shuffle=True))
@@ -106,7 +106,7 @@ def run(peer: Peer) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
-    """What one process alone has, and what each of two has."""
+    """Results of one process, and of each of two."""
     return alone_and_together(run, tmp_path_factory, 2)[:2]
 
 

@@ -1,4 +1,4 @@
-"""Real processes under DDP: any number of them ends with what one alone has."""
+"""Any number of processes under DDP gives the results of one."""
 
 import warnings
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ LOADERS = ("plain", "shuffled", "drop_last", "subset", "limited")
 
 
 class Still(Classifier):
-    """Training that moves nothing, so that the weights are the same on any number of processes."""
+    """Training with learning rate zero, so that the weights are the same on any number of processes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Stream(IterableDataset[Any]):
 
 
 class OwnBatches(BatchSampler):
-    """A subclass, which Lightning hands a distributed sampler."""
+    """A subclass, which Lightning rebuilds with a distributed sampler."""
 
 
 def alone(model: nn.Module, loader: Any) -> Tensor:
@@ -138,7 +138,7 @@ class Scenarios:
         self.keep("one", callback.posterior)
 
     def iterated(self) -> None:
-        """Passes of the linear model, in which a process may have a smaller share, or none."""
+        """Passes of the linear model, where a process may have fewer examples, or none."""
         for n in (11, 1):
             callback = laplace(tune=Tuning("linear", groups="normalised", iterate=True, passes=8), calibrate=None)
             self.trainer(callback).fit(Still(), DataLoader(labelled(n), BATCH, shuffle=True))
@@ -233,7 +233,7 @@ WORLDS = [
 
 @pytest.fixture(scope="module", params=WORLDS)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any], Path]:
-    """What one process alone has, what each of several has, and where these wrote."""
+    """Results of one process, of each of several, and the folder of the latter."""
     size, cases = request.param
     return alone_and_together(run, tmp_path_factory, size, cases)
 
@@ -361,7 +361,7 @@ def test_data_that_cannot_be_indexed_count_as_often_as_processes_read_them(world
 
 
 def test_memory_and_the_best_checkpoint_have_posteriors_of_their_own_weights(world: Any) -> None:
-    """Batch norm's statistics, which each process gathers for itself, are rank zero's in both."""
+    """Both use rank zero's statistics of batch norms; each process has different ones."""
     alone, ranks, _ = world
     skip_without("best/memory", alone)
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""Real processes under DDP: one network, one set of priors, those of a single process with the global batch."""
+"""Several processes under DDP learn the network and priors of one process with the global batch."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ QUANTITIES = ("weights", "prior", "noise", "evidence")
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
-    """What one process alone has, and what each of two has."""
+    """Results of one process, and of each of two."""
     return alone_and_together(run, tmp_path_factory, 2)[:2]
 
 

@@ -1,4 +1,4 @@
-"""Real processes under DDP: one mean, one curvature, those of a single process with the global batch."""
+"""Several processes under DDP have the mean and curvature of one process with the global batch."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Scenarios:
         self.fit("own/still", Autoencoder(still), online())
 
     def odd(self) -> None:
-        """A number of examples that does not divide, which a sampler fills up: the user's, and Lightning's own."""
+        """An odd number of examples, which a sampler pads: the user's, and Lightning's."""
         self.fit("odd", Autoencoder(still), online(), loader=self.loader(ODD))
         shuffled: Any = DataLoader(torch.cat(vectors(ODD)), 3, shuffle=True)  # type: ignore[arg-type]
         L.seed_everything(0, verbose=False)
@@ -95,7 +95,7 @@ QUANTITIES = ("weights", "C", "precision")
 
 @pytest.fixture(scope="module", params=WORLDS)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
-    """What one process alone has, and what each of several has."""
+    """Results of one process, and of each of several."""
     return alone_and_together(run, tmp_path_factory, request.param)[:2]
 
 
@@ -135,7 +135,7 @@ def test_processes_draw_samples_of_their_own(world: Any) -> None:
 
 
 class Shared(ByHand):
-    """Several processes by hand: each has its share of a step's examples and its own noise."""
+    """Several processes by hand: each has a share of the examples and different noise."""
 
     def run_shares(self, examples: list[Tensor], noises: list[Tensor], epochs: int = 2) -> None:
         """`examples` are those of each process, and so is the noise of each."""
@@ -183,7 +183,7 @@ def test_at_the_same_means_the_curvature_is_that_of_one_process(world: Any) -> N
 
 
 def test_an_odd_number_of_examples(world: Any) -> None:
-    """The first are repeated to fill up; `N` counts every example once."""
+    """The first examples are repeated as padding; `N` counts each once."""
     alone, ranks = world
     W = len(ranks)
     data = torch.cat(vectors(ODD))

@@ -1,4 +1,4 @@
-"""Real processes under DDP end with the averaged weights, and choose the subnetwork, of one alone."""
+"""Several processes under DDP end with the averaged weights and the subnetwork of one."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ ONCE: dict[str, Any] = {"weights": "last", "tune": None, "calibrate": None}
 
 
 class Plain(Classifier):
-    """Without batch norm, of which each process has its own while it trains, and without dropout."""
+    """Without batch norm, whose statistics differ between processes, and without dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def run(peer: Peer) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
-    """What one process alone has, and what each of two has."""
+    """Results of one process, and of each of two."""
     return alone_and_together(run, tmp_path_factory, 2)[:2]
 
 

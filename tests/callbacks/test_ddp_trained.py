@@ -1,4 +1,4 @@
-"""Real processes give an already trained module the posterior, and the scores, of one process alone."""
+"""Several processes give a trained module the posterior and the scores of one process."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def run(peer: Peer) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
-    """What one process alone has, and what each of two has."""
+    """Results of one process, and of each of two."""
     return alone_and_together(run, tmp_path_factory, 2)[:2]
 
 

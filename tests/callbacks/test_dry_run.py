@@ -1,4 +1,4 @@
-"""What the first batch tells: mistakes before the first step, and a loss that is not the likelihood's."""
+"""The dry run: errors before the first step, and a warning if the loss is not that of the likelihood."""
 
 import warnings
 from functools import partial
@@ -120,7 +120,7 @@ def test_an_error_leaves_everything_as_it_was(tmp_path: Path) -> None:
 
 
 class Stopped(Classifier):
-    """Fails where a step would be made, so that what is raised is raised in time."""
+    """Fails in the first step, so an expected error must come before it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         raise AssertionError("training has started")
@@ -133,7 +133,7 @@ def stopped(network: nn.Module) -> Stopped:
 
 
 class NoForward(L.LightningModule):
-    """As Lightning's own tutorial has it."""
+    """As in Lightning's tutorial."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ def _noting(add: Any, shapes: list[torch.Size]) -> Any:
 
 
 def test_a_wide_full_matrix_is_not_built_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For many weights, the dry run looks at the same gradients only."""
+    """For many weights, the dry run computes the same gradients without the matrix."""
     fitted: list[Any] = []
 
     def noted(network: Any, loader: Any, likelihood: Any, options: Any, **given: Any) -> Any:
@@ -299,7 +299,7 @@ FITTING: dict[str, tuple[Any, Any, dict[str, Any], Any]] = {
 def test_a_loss_that_is_the_likelihoods_is_no_warning(
     tmp_path: Path, loss: Any, network: Any, words: Any, data: Any, direct: bool
 ) -> None:
-    """Warnings are errors here; nor does dropout matter, or whatever does not depend on the outputs."""
+    """Warnings are errors here. Dropout, and terms that do not depend on the outputs, do not matter."""
     run(tmp_path, laplace(tune=None, **words), Trained(loss, *network, direct=direct), data, limit_train_batches=1)
 
 
@@ -336,7 +336,7 @@ def weighted(f: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("multi_label", [False, True])
 def test_both_numbers_are_said(tmp_path: Path, multi_label: bool) -> None:
-    """As means over all targets, which torch's losses are by default."""
+    """Means over all targets, the default of torch's losses."""
     x, y = labelled(5).tensors
     loss, plain, likelihood = F.multi_margin_loss, F.cross_entropy, "classification"
     if multi_label:
@@ -359,7 +359,7 @@ def test_an_online_posterior_looks_at_the_loss_of_its_samples(tmp_path: Path, sa
 
 
 class Unseen(Trained):
-    """No module returns what the loss is computed from."""
+    """No module returns the tensor that the loss uses."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 1.0 * self.net(x)
@@ -422,7 +422,7 @@ def test_precision_and_accumulation_are_no_warning(tmp_path: Path, options: Any)
 
 
 def test_a_compiled_module_is_judged_by_the_value(tmp_path: Path) -> None:
-    """No hook is put on what is compiled."""
+    """Compiled modules get no hook."""
     for factor, warned in ((1, False), (40, True)):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -432,7 +432,7 @@ def test_a_compiled_module_is_judged_by_the_value(tmp_path: Path) -> None:
 
 
 class Auxiliary(nn.Linear):
-    """Returns more in training, as Inception does, and has a norm that one example is not enough for."""
+    """Returns more outputs in training, like Inception, and has a norm that needs several examples."""
 
     def __init__(self) -> None:
         super().__init__(FEATURES, CLASSES)

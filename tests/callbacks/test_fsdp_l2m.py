@@ -1,4 +1,4 @@
-"""Real processes with sharded weights (FSDP2, tensor parallelism): shard by shard, the posterior of one alone."""
+"""L2M on sharded weights (FSDP2, tensor parallelism) gives the posterior of one process, shard by shard."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,7 +86,7 @@ def seeded() -> torch.Generator:
 
 @contextmanager
 def nothing_is_gathered() -> Iterator[None]:
-    """Whole tensors cannot be had."""
+    """Gathering a whole tensor raises an error."""
     original = DTensor.full_tensor
 
     def refuse(*_: Any, **__: Any) -> Tensor:
@@ -110,7 +110,7 @@ class Scenarios:
         self.data = self.world // self.tensor
 
     def loader(self, n: int = EXAMPLES, size: int = GLOBAL) -> DataLoader[Any]:
-        """The steps of all processes together are those of one process in order."""
+        """A step of all processes has the examples of a step of one process."""
         data = wide(labelled(n))
         sampler: Any = DistributedSampler(data, self.data, self.rank // self.tensor, shuffle=False)
         return DataLoader(data, size // self.data, sampler=sampler)
@@ -132,7 +132,7 @@ class Scenarios:
         return callback, model, fit
 
     def keep(self, key: str, posterior: Any) -> None:
-        """Everything whole, put together by torch."""
+        """Whole tensors, gathered by torch."""
         assert isinstance(posterior, ShardedPosterior) == (self.world > 1)
         sharded = self.sharded(posterior)
         values = {"mean": sharded.mean, "precision": sharded.precision.diagonal()}
@@ -200,12 +200,12 @@ class Scenarios:
         self.results["stale"] = error(lambda: posterior.predict(x, "map"))
 
     def x(self, place: int) -> Tensor:
-        """Inputs of a process's own; alone, those of all."""
+        """This process's share of the inputs; all for a single process."""
         x = draw(6, FEATURES, seed=9).double()
         return x if self.data == 1 else x.chunk(self.data)[place]
 
     def refusals(self) -> None:
-        """What cannot work, before training."""
+        """Errors before training."""
 
         class NoStep(Module):
             def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -240,7 +240,7 @@ class Scenarios:
         self.results["partly"]["log_prob"] = sharded.log_prob(draws)
 
     def dead_rows(self) -> None:
-        """Rows whose second moment has faded, all of them on the last processes: those know it from the others."""
+        """Rows with a vanishing second moment, all on the last processes, which must use the mean over all."""
         net = network()
         if self.world > 1:
             from torch.distributed.device_mesh import init_device_mesh
@@ -270,16 +270,16 @@ def run(peer: Peer, tensor: int) -> dict[str, Any]:
 
 
 WORLDS = [
-    pytest.param((2, 1), id="2 with data of their own"),
+    pytest.param((2, 1), id="2 with different data"),
     pytest.param((2, 2), id="2 that share layers", marks=pytest.mark.slow),
     pytest.param((4, 2), id="2 x 2", marks=pytest.mark.slow),
-    pytest.param((3, 1), id="3 with data of their own", marks=pytest.mark.slow),
+    pytest.param((3, 1), id="3 with different data", marks=pytest.mark.slow),
 ]
 
 
 @pytest.fixture(scope="module", params=WORLDS)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any], Path]:
-    """What one process alone has, what each of several has, and where these wrote."""
+    """Results of one process, of each of several, and the folder of the latter."""
     size, tensor = request.param
     return alone_and_together(run, tmp_path_factory, size, tensor)
 
@@ -290,7 +290,7 @@ def close(actual: Any, expected: Any, what: str = "") -> None:
 
 @pytest.mark.parametrize("case", [*OPTIMIZERS, "a prior per layer", "loaded"])
 def test_the_shards_are_those_of_the_posterior_of_one_process(world: Any, case: str) -> None:
-    """No weight was gathered for it: that is an error while the worker trains."""
+    """Gathering a weight raises an error in the worker, so none was gathered."""
     alone, ranks, _ = world
     assert alone[case]["n_data"] == EXAMPLES
     for rank in ranks:
@@ -320,7 +320,7 @@ def test_the_density_is_that_of_independent_gaussians(world: Any) -> None:
 
 
 def place_of(rank: int, ranks: list[Any]) -> tuple[int, int]:
-    """Which of how many shares of the inputs a process has: those that share layers have the same."""
+    """The index of a process's share of the inputs, and their number; processes that share layers have the same."""
     shares = 6 // len(ranks[0]["bnn"])
     return rank * shares // len(ranks), shares
 
@@ -380,7 +380,7 @@ def test_a_gathered_posterior_is_an_ordinary_one(world: Any) -> None:
 
 
 def test_the_trainer_logs_and_predicts(world: Any) -> None:
-    """One process alone scores the same network by the same number of samples, but not the same ones."""
+    """One process uses the same number of samples, but different ones."""
     alone, ranks, _ = world
     for number, rank in enumerate(ranks):
         assert rank["test"].keys() == alone["test"].keys()
@@ -424,7 +424,7 @@ def test_layers_that_are_whole_on_every_process_count_once(world: Any) -> None:
 
 
 def test_a_dead_weight_is_known_by_the_mean_over_all_shards(world: Any) -> None:
-    """Three rows of six have no gradient, and the shards of the last processes hold nothing else."""
+    """Three of six rows have no gradient; the last processes hold no other rows."""
     alone, ranks, _ = world
     δ = alone["dead rows"]["precision"][: 6 * 4].view(6, 4)  # of the first layer's weight
     torch.testing.assert_close(δ[3:], torch.full_like(δ[3:], EXAMPLES * 0.1), rtol=1e-2, atol=0)  # and H

@@ -1,4 +1,4 @@
-"""Real processes with sharded weights (FSDP2, tensor parallelism): a Laplace fit is that of one process alone."""
+"""A Laplace fit on sharded weights (FSDP2, tensor parallelism) gives the posterior of one process."""
 
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Module(Lit):
         assert self.device_mesh is not None
         if self.device_mesh["tensor_parallel"].size() > 1:
             plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-            plan["5"] = ColwiseParallel(output_layouts=Replicate())  # the last layer is cut, too
+            plan["5"] = ColwiseParallel(output_layouts=Replicate())  # the last layer is sharded as well
             parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
         data = self.device_mesh["data_parallel"]
         if data.size() > 1:
@@ -80,7 +80,7 @@ class Scenarios:
         self.data = self.world // self.tensor
 
     def loader(self, n: int, size: int = GLOBAL) -> DataLoader[Any]:
-        """The steps of all processes together are those of one process in order."""
+        """A step of all processes has the examples of a step of one process."""
         data = wide(labelled(n))
         sampler: Any = DistributedSampler(data, self.data, self.rank // self.tensor, shuffle=False)
         return DataLoader(data, size // self.data, sampler=sampler)
@@ -141,7 +141,7 @@ class Scenarios:
         self.results["stale"] = error(lambda: callbacks["kron"].predict(own))
 
     def one_example(self, model: Module, fit: L.Trainer) -> None:
-        """After the run; of several processes, one has data."""
+        """After the run; only one of several processes has data."""
         one = DataLoader(wide(labelled(1)), 4)
         same: dict[str, Any] = {"tune": None, "calibrate": None, "save": False}
         last = laplace(subset="last_layer", **same).fit_now(fit, model, one)
@@ -179,7 +179,7 @@ class Scenarios:
             self.results["loaded shards"] = torch.equal(again.precision.diagonal(), posterior.precision.diagonal())
 
     def refusals(self) -> None:
-        """What cannot work, before the first step of the optimizer."""
+        """Errors before the first step of the optimizer."""
         for key, words in {
             "all": {},
             "ekfac": {"subset": "last_layer", "structure": "ekfac"},
@@ -212,7 +212,7 @@ def run(peer: Peer, tensor: int) -> dict[str, Any]:
 
 
 WORLDS = [
-    pytest.param((2, 1), id="2 with data of their own"),
+    pytest.param((2, 1), id="2 with different data"),
     pytest.param((2, 2), id="2 that share layers", marks=pytest.mark.slow),
     pytest.param((4, 2), id="2 x 2", marks=pytest.mark.slow),
 ]
@@ -220,7 +220,7 @@ WORLDS = [
 
 @pytest.fixture(scope="module", params=WORLDS)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What one process alone has, what each of several has, and where these wrote."""
+    """Results of one process, of each of several, and the folder of the latter."""
     size, tensor = request.param
     return *alone_and_together(run, tmp_path_factory, size, tensor), size // tensor
 
@@ -233,7 +233,7 @@ ROWS = ("glm", "bnn", "covariance", "evaluated")
 
 
 def rows(results: list[Any], n_data: int, *keys: str) -> torch.Tensor:
-    """Of a process's own examples, those of all in order."""
+    """The rows of all processes, in order."""
     values = []
     for result in results[:: len(results) // n_data]:
         for key in keys:
@@ -282,7 +282,7 @@ def test_a_trainer_scores_and_predicts_as_on_one_process(world: Any) -> None:
 
 
 def test_the_file_is_an_ordinary_one(world: Any) -> None:
-    """A process alone reads it, for the network with the whole weights."""
+    """One process reads it, for the network with the whole weights."""
     alone, several, folder, n_data = world
     model = Module()
     model.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))

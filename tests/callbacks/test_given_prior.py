@@ -15,7 +15,7 @@ from lightning_bayes.posterior import PriorError
 
 
 class Plain(LitNet):
-    """Without a prior of its own."""
+    """Without weight decay, which is a prior."""
 
     decay = 0.0
 
@@ -65,7 +65,7 @@ def test_the_state_dict_of_the_module_that_trains_is_its_start(kind: Any, tmp_pa
 @pytest.mark.parametrize("task", ["classification", "regression"])
 @pytest.mark.parametrize("held_out", [True, False])
 def test_by_default_the_old_data_count_as_they_did(task: str, held_out: bool, tmp_path: Path) -> None:
-    """The new task's validation data calibrate, and do not say how much the old posterior is worth."""
+    """The validation data of the new task calibrate, but do not weight the old posterior."""
     before = fit_laplace(LitNet(task, 3).net, loader(task), TASKS[task])
     callback = LaplaceCallback(TASKS[task], network="net", prior=before)
     module = Plain(task)

@@ -1,4 +1,4 @@
-"""What callbacks do with a Trainer's validation data: tune, calibrate, and say whether it helped."""
+"""Tuning, calibration and held-out scores on a Trainer's validation data."""
 
 import csv
 import logging
@@ -125,7 +125,7 @@ def test_the_scores_of_a_checkpoints_weights_are_said_and_not_logged(
 
 
 def test_halves_choose_for_each_other() -> None:
-    """Written out: what even examples choose is scored on odd ones, and the reverse."""
+    """By hand: the choice of even examples is scored on odd ones, and vice versa."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     x, y = labelled(40).tensors
@@ -164,7 +164,7 @@ def test_it_warns_where_the_posterior_does_not_help(recwarn: pytest.WarningsReco
 def test_it_says_that_the_plain_network_was_chosen(
     tmp_path: Path, calibrate: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every width of a network that is sure of far too little makes it less sure."""
+    """The network is underconfident, so any variance makes it worse."""
     torch.manual_seed(0)
     x, new = (labelled(400, seed).tensors[0] for seed in (5, 6))
     callback, model = LaplaceCallback(calibrate=calibrate), Classifier(lr=0.02)

@@ -1,4 +1,4 @@
-"""What a step has averaged: batches of uneven sizes, accumulated, limited; and the N that they are drawn from."""
+"""The effective batch size: uneven batches, accumulation, limits; and the N that batches are drawn from."""
 
 from itertools import permutations
 from pathlib import Path
@@ -97,7 +97,7 @@ def test_a_schedule_of_accumulation(tmp_path: Path) -> None:
 
 
 def test_drop_last(tmp_path: Path) -> None:
-    """The data are all examples: which are dropped is chance, where they are shuffled."""
+    """All examples count, because shuffling makes the dropped ones random."""
     callback = l2m()
     hand = ByHand(adam()).train(list(loader(drop_last=True)))
     assert all(len(w) == BATCH for w in hand.weights)
@@ -161,7 +161,7 @@ def test_whole_batches_of_a_dataset_are_counted_as_they_come(tmp_path: Path) -> 
 
 
 class NoStep(Net):
-    """Fails if training reaches a step, so that what is raised before it is raised in time."""
+    """Fails in the first step, so an expected error must come before it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         raise AssertionError("training has started")

@@ -1,4 +1,4 @@
-"""`trainer.fit` with `L2MCallback`: the usual training, and the posterior that its optimizer has kept."""
+"""`trainer.fit` with `L2MCallback`: training does not change, and the posterior comes from its optimizer."""
 
 import csv
 import logging
@@ -23,7 +23,7 @@ from lightning_bayes.posterior import OptimizerError, PosteriorError, fit_l2m
 
 
 def harmonic(n: int = N, size: int = BATCH) -> float:
-    """The batch size of an epoch or several, for an optimizer that forgets nothing or little."""
+    """The effective batch size of whole epochs, for an optimizer with a long memory."""
     sizes = [size] * (n // size) + [n % size] * (n % size > 0)
     return len(sizes) / sum(1 / b for b in sizes)
 
@@ -39,7 +39,7 @@ def same(found: Any, expected: Any, rtol: float = 1e-9) -> None:
 
 
 def run(folder: Path, make: Any, *callbacks: L.Callback) -> dict[str, Any]:
-    """Everything that training leaves behind, random state included."""
+    """The complete state after training, with the random state."""
     L.seed_everything(3, verbose=False)
     model, fit = make(), trainer(folder, *callbacks)
     fit.fit(model, train_loader(), DataLoader(labelled(9, 4), batch_size=4))
@@ -250,7 +250,7 @@ def test_no_clipping_no_warning(tmp_path: Path) -> None:
 
 
 def test_bf16_mixed_precision(tmp_path: Path) -> None:
-    """Weights and buffers are float32, gradients were computed in half precision: close to the full one."""
+    """Weights and buffers are float32, gradients 16-bit: close to full precision."""
     callback = l2m()
     fitted(tmp_path, callback, precision="bf16-mixed", data=train_loader(shuffle=False))
     hand = ByHand(adam()).train(list(loader()))
@@ -377,7 +377,7 @@ def test_without_weight_decay_the_prior_is_one_with_a_warning_unless_it_is_given
 
 
 class WithDeadUnit(Net):
-    """ReLU, and one unit that no example switches on."""
+    """ReLU, with one unit that no example activates."""
 
     def __init__(self) -> None:
         super().__init__(torch.optim.AdamW, lr=0.02)
@@ -494,7 +494,7 @@ def test_one_log_line_and_the_same_numbers_in_every_logger(tmp_path: Path, caplo
 
 
 class Ask(L.Callback):
-    """Another callback that wants a posterior at every step, in its own hook."""
+    """Another callback that asks for a posterior after every step."""
 
     def __init__(self, callback: L2MCallback, hook: str) -> None:
         self.found: list[Any] = []
@@ -555,7 +555,7 @@ def test_without_a_step_of_training_there_is_no_posterior(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("same_trainer", [False, True])
 def test_a_second_fit_starts_anew(tmp_path: Path, same_trainer: bool) -> None:
-    """The counters too, even where Lightning's step numbers go on: the optimizer is a new one."""
+    """The counters as well, even if Lightning continues its step numbers: the optimizer is a new one."""
     callback = l2m()
     model, fit = fitted(tmp_path, callback, accumulate_grad_batches=4)
     hand = ByHand(Net())

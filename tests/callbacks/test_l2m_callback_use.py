@@ -145,7 +145,7 @@ def checkpointed(folder: Path, callback: L2MCallback, model: Any = None, **argum
 
 
 def test_a_new_trainer_has_a_likelihood_of_the_users_own(tmp_path: Path) -> None:
-    """Which is in no file."""
+    """Stored in no file."""
     likelihood = Temperate()
     callback = l2m(likelihood=likelihood)
     model, fit, path = checkpointed(tmp_path, callback)
@@ -184,7 +184,7 @@ def test_a_fresh_process_reads_the_checkpoint(tmp_path: Path) -> None:
 
 
 def new() -> Net:
-    """As a program that starts again makes it; in float64, because Lightning loads weights before it converts them."""
+    """As in a new program; float64, because Lightning loads weights before it converts them."""
     return adam().double()
 
 

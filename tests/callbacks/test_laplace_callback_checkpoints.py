@@ -1,4 +1,4 @@
-"""The posterior outlives its process: in the last checkpoint, and in a file of its own."""
+"""The posterior is stored in the last checkpoint and in a separate file."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The exact pass: every training example once and in order, whatever the training loader does with them."""
+"""The exact pass: every training example once and in order, for any training loader."""
 
 import logging
 import warnings
@@ -273,7 +273,7 @@ def test_augmented_data_are_noticed_once_and_change_no_random_state(tmp_path: Pa
 
 
 class Plain(L.LightningDataModule):
-    """Augmented examples to train on, and the same as they are."""
+    """Augmented examples for training, and the same without augmentation."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Noisy(), batch_size=8, shuffle=True)
@@ -326,7 +326,7 @@ def test_a_finite_stream_is_passed_over_to_its_end(tmp_path: Path) -> None:
 
 
 class Scaled(L.LightningDataModule):
-    """Hooks on the way to the device belong to the data module as well."""
+    """The data module can define transfer hooks as well."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         return train_loader()

@@ -1,4 +1,4 @@
-"""`trainer.fit`: the usual training, and then the posterior that `fit_laplace` would give."""
+"""`trainer.fit`: training does not change, and the posterior equals that of `fit_laplace`."""
 
 import csv
 import logging
@@ -28,7 +28,7 @@ from lightning_bayes import BNN, Gaussian, LaplacePosterior, Tuning, fit_laplace
 
 
 def run(folder: Path, *callbacks: L.Callback) -> dict[str, Any]:
-    """Everything that training leaves behind, random state included."""
+    """The complete state after training, with the random state."""
     L.seed_everything(3, verbose=False)
     model = Classifier()
     fit = trainer(folder, *callbacks)

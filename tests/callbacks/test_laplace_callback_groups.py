@@ -22,7 +22,7 @@ def test_groups_reach_the_posterior_and_its_file(tmp_path: Path) -> None:
 
 
 def test_the_iterated_evidence_goes_over_the_training_data(tmp_path: Path) -> None:
-    """The same prior as `tune_prior` finds on them."""
+    """The prior that `tune_prior` finds on the same data."""
     callback = by_evidence(tune=Tuning("linear", iterate=True, passes=6))
     plain = by_evidence(tune=None, name="plain")
     model, fit = fitted(tmp_path, callback)

@@ -1,4 +1,4 @@
-"""LightningModules nobody here wrote go through fit, test, predict, save and load."""
+"""Third-party LightningModules: fit, test, predict, save and load."""
 
 from functools import partial
 from pathlib import Path
@@ -67,7 +67,7 @@ def go_through(folder: Path, make: Any, arguments: dict[str, Any], train: Any, t
 
 
 class Boring(BoringModel):
-    """Lightning's own model learns to give ones for any input: its batch is x, its target is not in it."""
+    """Lightning's BoringModel learns to return ones: its batch is x and holds no target."""
 
     def split_batch(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         return batch, torch.ones(len(batch), 2)
@@ -103,7 +103,7 @@ def test_lightnings_demo_model(tmp_path: Path) -> None:
 
 
 class Translator(LightningTransformer):
-    """Lightning's transformer, without its download, and with one row per example in place of one per token."""
+    """Lightning's transformer, without its download, and with one output row per example instead of per token."""
 
     def __init__(self) -> None:
         super().__init__(vocab_size=7)

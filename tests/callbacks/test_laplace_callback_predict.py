@@ -1,4 +1,4 @@
-"""`trainer.predict` answers with a `Prediction` per batch, and the module's own `predict_step` comes back."""
+"""`trainer.predict` returns a `Prediction` per batch, and restores the module's `predict_step`."""
 
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def test_two_callbacks_give_a_dict_by_name(tmp_path: Path) -> None:
 
 
 class Own(Classifier):
-    """A module with a `predict_step` of its own."""
+    """A module that defines `predict_step`."""
 
     def predict_step(self, batch: Any) -> Tensor:
         return self(batch[0]).argmax(1)

@@ -1,4 +1,4 @@
-"""A callback whose predictions are those of the Gaussian process of its training points."""
+"""A callback that predicts with the Gaussian process of its training points."""
 
 from pathlib import Path
 from typing import Any

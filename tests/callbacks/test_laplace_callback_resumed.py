@@ -1,4 +1,4 @@
-"""A run that was stopped before it had its posteriors has them when it is resumed."""
+"""A run that was stopped before its posteriors were fitted gets them when it is resumed."""
 
 import signal
 import time
@@ -36,7 +36,7 @@ KEY = "LaplaceCallback[laplace]"
 
 
 class Slow(Dataset[Any]):
-    """In the pass it leaves a file for every example that is read, and waits."""
+    """In the pass after training, reading an example writes a file and waits."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.reads = folder, 0

@@ -172,7 +172,7 @@ def test_the_printed_table_has_the_scores_of_each_loader_in_its_column(
 
 
 def iter_of(n: int, seed: int) -> DataLoader[Any]:
-    """A loader that does not know how many batches it has."""
+    """A loader without a length."""
 
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:
@@ -315,7 +315,7 @@ def test_one_hot_targets_are_refused_and_not_scored_as_labels(tmp_path: Path, on
 
 
 class FigureLogger(Logger):
-    """As TensorBoard's, for what we ask of it."""
+    """Like TensorBoard's, as far as it is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ def test_a_network_may_make_tensors_in_the_precision_of_the_trainer(tmp_path: Pa
 
 
 class DictModule(Classifier):
-    """A batch with names in place of places."""
+    """A batch with named parts."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.cross_entropy(self(batch["image"]), batch["label"])

@@ -1,4 +1,4 @@
-"""Every kind of Trainer and module that Lightning offers: it works, or one sentence says why not."""
+"""All kinds of Lightning Trainers and modules: they work, or one error says why not."""
 
 import re
 import types
@@ -280,7 +280,7 @@ def test_one_network_of_several_with_several_optimizers(tmp_path: Path) -> None:
 
 
 class Lazy(Classifier):
-    """The network is made when the strategy is there."""
+    """The network is created in `configure_model`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,7 +349,7 @@ class DeepSpeedStrategy(SingleDeviceStrategy):
 
 
 class MyFSDP(FSDPStrategy):
-    """A subclass is no way around."""
+    """Subclasses are refused as well."""
 
 
 @pytest.mark.parametrize("kind", [FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy, MyFSDP])
@@ -458,7 +458,7 @@ def test_yaml_may_hold_lists_and_a_likelihood_with_arguments(tmp_path: Path) -> 
 
 
 def test_a_display_that_redraws_itself_has_ended_before_the_fit(tmp_path: Path) -> None:
-    """As Rich's does, which would leave a line for each refresh of the fit's own bar."""
+    """Like Rich's, which would leave a line for each refresh of the fit's bar."""
     order: list[str] = []
 
     class Display:

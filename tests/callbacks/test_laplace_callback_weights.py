@@ -41,7 +41,7 @@ KEY = "LaplaceCallback[laplace]"
 
 
 def fit_with(folder: Path, *callbacks: Any, model: Any = None, data: Any = None, **arguments: Any) -> tuple[Any, Any]:
-    """Three epochs of which, by their number, the first is the best if `monitor="step"` is to be small."""
+    """Three epochs; with `monitor="step"` and `mode="min"`, the first is the best."""
     L.seed_everything(0, verbose=False)
     model = Classifier(lr=0.05) if model is None else model
     fit = trainer(folder, *callbacks, **{"enable_checkpointing": True, "max_epochs": 3, **arguments})
@@ -97,7 +97,7 @@ def test_memory_best_and_last_each_have_the_posterior_of_their_own_weights(
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The weights of every pass that is made."""
+    """The weights of every pass."""
     made: list[Tensor] = []
 
     def counted(network: Any, *arguments: Any, **options: Any) -> Any:
@@ -229,7 +229,7 @@ def test_the_order_of_callbacks_does_not_matter(tmp_path: Path, kind: str) -> No
 
 
 def test_weights_from_before_the_average_are_not_used_and_one_sentence_says_why(tmp_path: Path) -> None:
-    """Lightning's averaging callback loads those when the Trainer that has trained tests a checkpoint."""
+    """Lightning's averaging callback loads them when the same Trainer tests a checkpoint."""
 
     class Own(Classifier):
         def predict_step(self, batch: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ def test_weights_from_before_the_average_are_not_used_and_one_sentence_says_why(
 
 
 def test_a_checkpoint_is_otherwise_as_lightning_wrote_it(tmp_path: Path) -> None:
-    """The current weights beside their average, too, from which a resumed run goes on."""
+    """And the current weights beside their average, from which a resumed run continues."""
     paths = []
     for callbacks in ([Averaging()], [Averaging(), by_evidence()]):
         checkpoint = ModelCheckpoint(tmp_path / str(len(callbacks)))

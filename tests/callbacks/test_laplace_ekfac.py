@@ -19,7 +19,7 @@ X = draw(5, FEATURES, seed=9)
 
 
 class Stopped(Classifier):
-    """Fails where a step would be made, so that what is raised is raised in time."""
+    """Fails in the first step, so an expected error must come before it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         raise AssertionError("training has started")

@@ -1,4 +1,4 @@
-"""What the first training step shows of the last layer of a network whose weights are sharded."""
+"""The probe of the last layer of a sharded network in the first training step."""
 
 from typing import Any
 

@@ -26,7 +26,7 @@ EVIDENCE = "log_evidence_marglik"
 
 
 class Worse(L.Callback):
-    """Spoils the weights in the last epoch."""
+    """Perturbs the weights in the last epoch."""
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch == trainer.max_epochs - 1:

@@ -70,7 +70,7 @@ def test_training_is_that_with_the_prior_in_the_loss(loss: str, tmp_path: Path) 
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "accumulated": {"accumulate_grad_batches": 2},  # the third batch is a step of its own
+    "accumulated": {"accumulate_grad_batches": 2},  # the third batch is a separate step
     "clipped": {"gradient_clip_val": 0.05},
     "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
 }
@@ -85,7 +85,7 @@ def test_accumulation_and_clipping_see_the_whole_gradient(options: str, optimize
 
 
 def test_mixed_precision(tmp_path: Path) -> None:
-    """Outputs in 16 bits still tell that the scale of the loss is one."""
+    """The scale of the loss is recognised from 16-bit outputs."""
     model, how = Net(optimizer=sgd).float(), {"precision": "bf16-mixed", "data": loader(as_float())}
     callback = fixed(prior_precision=3.0)
     found, _ = trained(tmp_path, model, callback, **how)
@@ -209,7 +209,7 @@ def test_a_prior_too_strong_for_the_learning_rate_does_not_explode() -> None:
 
 
 def test_the_noise_that_is_learned_is_no_news_to_the_loss(tmp_path: Path) -> None:
-    """Priors and noise as they were after each epoch, put into the loss by hand: `c (σ/σ₀)²` of the squared error."""
+    """Priors and noise of each epoch in the loss, by hand: `c (σ/σ₀)²` times the squared error."""
     learned: list[Any] = []
 
     class Note(L.Callback):

@@ -43,7 +43,7 @@ EVIDENCE = "log_evidence_marglik"
 
 
 class Watch(L.Callback):
-    """Weights and hyperparameters after each epoch, and what is logged; it runs after the callback that it watches."""
+    """Records weights, hyperparameters and logged numbers after each epoch, after the callback."""
 
     def __init__(self, callback: MarginalLikelihoodCallback) -> None:
         self.callback = callback
@@ -165,7 +165,7 @@ def test_on_a_small_regression_the_noise_that_made_the_data_is_found(tmp_path: P
 
 
 class Worse(L.Callback):
-    """Spoils the weights in the last epoch."""
+    """Perturbs the weights in the last epoch."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.current_epoch == trainer.max_epochs - 1:
@@ -192,7 +192,7 @@ def test_the_best_evidences_weights_and_priors_are_those_of_the_posterior(keep: 
         assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
     else:
         assert not any(torch.equal(flat(model), weights) for weights in watch.weights)
-    # The last checkpoint has the posterior of its own weights, with the priors that it was saved with.
+    # The last checkpoint has the posterior of its weights, with the priors that it was saved with.
     state = torch.load(checkpoint.last_model_path, weights_only=True)["callbacks"][callback.state_key]
     assert (state["best"] is None) == (keep == "last")
     learned = list(state["hyperparameters"]["prior_precision"].values())
@@ -256,7 +256,7 @@ def test_a_second_fit_begins_with_the_prior_that_was_given(tmp_path: Path) -> No
 
 
 def test_early_stopping_and_checkpoints_can_monitor_the_evidence(tmp_path: Path) -> None:
-    """Also while there is none to learn from: it is then measured."""
+    """Also before a prior is learned: the evidence is then only measured."""
     stop = EarlyStopping(EVIDENCE, mode="max", patience=2)
     checkpoint = ModelCheckpoint(tmp_path / "kept", monitor=EVIDENCE, mode="max")
     callback = marginal(burn_in_epochs=3, every_n_epochs=2)
@@ -348,7 +348,7 @@ def test_validate_and_predict_use_the_posterior(tmp_path: Path) -> None:
 
 
 def test_a_module_with_batch_norm_and_dropout(tmp_path: Path) -> None:
-    """Statistics are part of what is kept."""
+    """The statistics of batch norms are kept as well."""
 
     class Normed(Net):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint holds the curvature, the noise to come, and the posterior of its own weights."""
+"""A checkpoint holds the curvature, the state of the noise, and the posterior of its weights."""
 
 import copy
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ X = draw(5, 4, seed=9).double()
 
 
 class Resumable(Given):
-    """Batches in order, from where a checkpoint was written."""
+    """Batches in order, starting where a checkpoint was written."""
 
     def __init__(self, batches: Any) -> None:
         super().__init__(batches)
@@ -110,7 +110,7 @@ def test_a_run_resumed_after_an_epoch_equals_an_uninterrupted_one(tmp_path: Path
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("step", [1, 4, 5, 7, 14, 15])
 def test_a_run_resumed_in_an_epoch_equals_an_uninterrupted_one(tmp_path: Path, step: int, first: bool) -> None:
-    """Also where the checkpoint is written before this callback's turn, and after an epoch's last batch."""
+    """Also if the checkpoint is written before this callback's hook, or after the last batch of an epoch."""
     path = tmp_path / "own.ckpt"
     save = SaveAt(path, step)
     expected = online(n_data=18)
@@ -142,7 +142,7 @@ def test_a_run_resumed_where_accumulated_batches_make_a_step(tmp_path: Path) -> 
 
 
 def test_in_the_middle_of_an_accumulation_curvature_goes_the_way_of_the_gradients(tmp_path: Path) -> None:
-    """Lightning's checkpoints hold no gradients: the batch before is lost to the step, and so to the curvature."""
+    """Lightning's checkpoints hold no gradients, so the step and the curvature lose the batch before."""
     path = tmp_path / "own.ckpt"
     expected, callback = online(n_data=18), online(n_data=18)
     fit(tmp_path, expected, SaveAt(path, 1, batch=2), accumulate_grad_batches=2)  # one batch after the first step
@@ -158,7 +158,7 @@ def test_in_the_middle_of_an_accumulation_curvature_goes_the_way_of_the_gradient
 
 
 def test_a_finished_epoch_that_is_resumed_without_a_batch_has_a_posterior(tmp_path: Path) -> None:
-    """The last batch's own checkpoint: only the end of training is left to do."""
+    """The checkpoint of the last batch: only the end of training is left."""
     path = tmp_path / "own.ckpt"
     expected, callback = online(n_data=18), online(n_data=18)
     whole = fit(tmp_path, expected, SaveAt(path, 15))
@@ -172,7 +172,7 @@ def test_resuming_a_finished_run_keeps_its_posterior(tmp_path: Path) -> None:
     callback = online(n_data=18)
     fit(tmp_path, callback, path=checkpoint.best_model_path)
     assert torch.equal(callback.posterior.precision.diagonal(), expected.posterior.precision.diagonal())
-    # It may go on from there.
+    # The run may continue from there.
     longer, further = online(n_data=18), online(n_data=18)
     one = fit(tmp_path, longer, path=checkpoint.best_model_path, max_epochs=4)
     other = fit(tmp_path, further, max_epochs=4)
@@ -181,7 +181,7 @@ def test_resuming_a_finished_run_keeps_its_posterior(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*was called without a model", "ignore:.*there is no last checkpoint available")
 def test_a_run_stopped_by_an_exception_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    """Whose callback comes first, so that the curvature of the step has not been added when it raises."""
+    """Raises in an earlier callback, before the curvature of the step is added."""
 
     class Break(L.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -293,7 +293,7 @@ def test_fit_now_around_the_best_weights_has_the_curvature_of_the_last(tmp_path:
 
 
 def test_a_copy_of_the_callback_has_the_state_of_the_first() -> None:
-    """As for a callback of Lightning's own."""
+    """As for Lightning's callbacks."""
     callback = online(n_data=EXAMPLES)
     assert callback.state_key == KEY
     other: OnlineLaplaceCallback = copy.deepcopy(callback)
@@ -304,7 +304,7 @@ def test_a_copy_of_the_callback_has_the_state_of_the_first() -> None:
 
 
 def test_nothing_of_a_run_by_hand_is_missing_after_a_resumed_one(tmp_path: Path) -> None:
-    """The oracle over both parts, with the noise that was drawn in each."""
+    """The oracle for both parts, with the noise of each."""
     path = tmp_path / "own.ckpt"
     first, model = convolutional(), convolutional()
     with noted() as before:

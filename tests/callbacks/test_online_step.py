@@ -1,4 +1,4 @@
-"""Nothing else of a training loop changes: what others see, what is left after an exception, random numbers."""
+"""What does not change in training: hooks of others, the state after an exception, random numbers."""
 
 import random
 import signal
@@ -42,7 +42,7 @@ from lightning_bayes.network import DataError
 
 
 class Denoising(Classifier):
-    """Noise of its own in the step, and in `split_batch`."""
+    """Adds noise in the step and in `split_batch`."""
 
     def split_batch(self, batch: Any) -> Any:
         scale = 1 + 0.1 * random.random() + 0.1 * np.random.rand()  # noqa: NPY002
@@ -67,7 +67,7 @@ def states() -> list[Any]:
 )
 @pytest.mark.parametrize("kind", [Classifier, Denoising])
 def test_without_noise_training_is_bit_for_bit_the_plain_one(tmp_path: Path, kind: Any, words: Any) -> None:
-    """With batch norm, dropout, shuffled data, Adam and validation: no random number is drawn from the user's."""
+    """With batch norm, dropout, shuffled data, Adam and validation; the global random state is not used."""
 
     def run(*callbacks: Any) -> tuple[Any, Any]:
         L.seed_everything(3, verbose=False)
@@ -173,7 +173,7 @@ class Stop(Exception):
 
 
 class Raises(Autoencoder):
-    """Raises at the second batch, at a place of the user's choosing."""
+    """Raises at the second batch, at a given place."""
 
     def __init__(self, where: str, what: type[BaseException] = Stop) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ PLACES = (
 
 @pytest.fixture
 def interrupts() -> Iterator[None]:
-    """Lightning turns Ctrl+C off for good once it has seen one."""
+    """Lightning ignores further interrupts after the first."""
     before = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, before)
@@ -282,7 +282,7 @@ def test_other_callbacks_see_the_mean_after_a_skipped_batch(tmp_path: Path) -> N
 @pytest.mark.filterwarnings("ignore:.*was called without a model", "ignore:.*there is no last checkpoint")
 @pytest.mark.parametrize("where", ["forward", "step", "backward"])
 def test_other_callbacks_see_the_mean_after_an_exception(tmp_path: Path, where: str) -> None:
-    """A callback that stands before, of exceptions in the user's step; a checkpoint, of all."""
+    """An earlier callback sees exceptions in the user's step; a checkpoint sees all."""
     seen: list[Tensor] = []
 
     class Looks(L.Callback):
@@ -374,7 +374,7 @@ def test_targets_that_do_not_belong_to_the_likelihood_are_refused(tmp_path: Path
 
 
 class Bits(Autoencoder):  # a bottleneck, which `exact` walks through
-    """Looks at no target."""
+    """Does not read targets."""
 
     def loss(self, batch: Any) -> Tensor:
         return F.binary_cross_entropy_with_logits(self(batch[0]), batch[1].clamp(0, 1))
@@ -390,7 +390,7 @@ class SortedBits(Bits):  # without a rule, so that `exact` goes by columns
     ("kind", "hessian"), [(Bits, "exact"), (SortedBits, "exact"), (Bits, "approx"), (Bits, "mixed")]
 )
 def test_a_wrong_target_of_a_later_batch_is_told(tmp_path: Path, kind: type, hessian: str, at: str) -> None:
-    """When numbers are looked at next: at the end of this short training."""
+    """The next check is at the end of this short training."""
     data = [(x, (x > 0).double()) for x in vectors(32)]
     data[6][1][1, 2] = 2.0
     callback = online(likelihood="binary", n_data=32, hessian=hessian, memory=Memory(threshold=2, curvature_at=at))
@@ -400,7 +400,7 @@ def test_a_wrong_target_of_a_later_batch_is_told(tmp_path: Path, kind: type, hes
 
 @pytest.mark.parametrize(("kind", "mode"), [(Autoencoder, "exact"), (Sorting, "exact"), (Autoencoder, "approx")])
 def test_a_batch_without_finite_outputs_has_a_number_of_its_own(kind: type, mode: str) -> None:
-    """Also by columns, batch after batch; the first is looked at as soon as it is through."""
+    """Also by columns, batch after batch; the first is checked at once."""
     model, x = kind().double(), vectors()[0]
     diagonal = BatchDiagonal(model, choose_subset(model, x, "all"), Gaussian(), mode)
     for batch in (x, x, x * torch.nan):

@@ -1,4 +1,4 @@
-"""Online Laplace against the update by hand: the same weights and curvature, whatever a training loop does."""
+"""Online Laplace against the update by hand: the same weights and curvature in all kinds of training loops."""
 
 import copy
 from dataclasses import replace
@@ -201,7 +201,7 @@ def lbfgs(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("words", ["the leaky sum", "at the sample", "three samples", "at three samples"])
 def test_lbfgs_evaluates_one_function_per_step(tmp_path: Path, words: str) -> None:
-    """However often it asks: a batch has the same noise each time, is measured once, and leaks once."""
+    """In all evaluations of a step, a batch has the same noise; it is measured once, and `C` leaks once."""
     ours, theirs = WORDS[words]
     model, batches = Convolutional(lbfgs), images()
     for module in model.modules():
@@ -280,7 +280,7 @@ def test_a_training_step_of_any_form(tmp_path: Path, kind: Any, samples: int) ->
 
 
 class Skipping(Autoencoder):
-    """Some batches are left out, one of them because it is not fit to be seen."""
+    """Some batches are skipped, one of them with invalid values."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return None if batch_idx in (1, 4) else self.loss(batch)
@@ -310,7 +310,7 @@ def test_a_skipped_batch_leaves_no_trace(tmp_path: Path, words: str, accumulate:
     agree(run, Without(Skipping(), 24, accumulate=accumulate, **theirs).run(batches, kept))
 
 
-# -- curvature of the other modes, and numbers that are none -----------------------------------------------------------
+# -- curvature of the other modes, and numbers that are not finite -----------------------------------------------------
 
 
 @pytest.mark.parametrize("hessian", ["approx", "mixed", "auto"])
@@ -364,7 +364,7 @@ def memory(P: int = 1000) -> CurvatureMemory:
 
 
 def test_noise_is_standard_normal_and_differs_by_seed_number_and_rank() -> None:
-    """Also numbers and seeds that agree in their low bits: torch's generator on the CPU looks at 32 of them."""
+    """Also for numbers and seeds with equal low bits: torch's CPU generator uses 32 bits."""
     numbers = [(s, n, r) for s in (0, 1, 2**16, 2**32) for n in (1, 2, 2**16 + 1, 2**32 + 1) for r in (0, 1)]
     one = torch.ones(1000, dtype=torch.float64)
     drawn = torch.stack([numbered_noise(one, s, n, r) for s, n, r in numbers])  # [32, 1000]
@@ -410,7 +410,7 @@ def test_shuffled_data_of_a_dataloader_are_counted(tmp_path: Path) -> None:
 
 
 def test_curvature_of_a_later_batch_that_is_not_finite_is_left_out_and_told(tmp_path: Path) -> None:
-    """The memory is as if that batch had none; what would be saved of it is refused."""
+    """The memory does not contain that batch, and saving it raises an error."""
     batches = [vectors()[0], 1e200 * vectors()[1], *vectors()[2:]]
     assert len(batches) == 3
 

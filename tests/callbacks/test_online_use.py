@@ -26,7 +26,7 @@ X = draw(5, 4, seed=9).double()
 
 
 class Wrapped(L.LightningModule):
-    """A network among other parts, some of which train too, with images of the module's own in `split_batch`."""
+    """A network among other trainable parts, with `split_batch`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def test_a_networks_weights_are_sampled_and_all_others_train(tmp_path: Path, sam
     run = trained(tmp_path, Wrapped(), [{"image": x} for x in vectors()], callback)
 
     class Inner(Autoencoder):
-        """The same with the shift as a parameter that has no curvature: it is sampled by nobody."""
+        """The same with the shift as a parameter without curvature, which is not sampled."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -139,7 +139,7 @@ def binary(n: int, seed: int = 0) -> TensorDataset:
 def test_any_likelihood_trains_tests_and_predicts(
     tmp_path: Path, likelihood: str, kind: Any, data: Any, metric: str
 ) -> None:
-    """The posterior is an ordinary one: its numbers stand beside MAP's."""
+    """The posterior is scored beside MAP."""
     L.seed_everything(0, verbose=False)
     model, callback = kind(), online(likelihood=likelihood, hessian="auto")
     fit = trainer(tmp_path, callback)
@@ -160,7 +160,7 @@ def test_any_likelihood_trains_tests_and_predicts(
 
 
 def test_the_evidence_can_be_had_by_one_pass_over_the_data(tmp_path: Path) -> None:
-    """Training itself does not know it."""
+    """Training does not use it."""
     run = trained(tmp_path, Autoencoder(), vectors())
     posterior: Any = run.callback.posterior
     with pytest.raises(RuntimeError, match="does not know their likelihood: use with_log_likelihood"):
@@ -227,7 +227,7 @@ def test_a_subset_of_the_data_is_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("shuffle", "limit", "n"), [(False, 2, 8), (True, 2, 11), (False, 0.5, 4), (False, 1.0, 11)])
 def test_limited_batches(tmp_path: Path, shuffle: bool, limit: Any, n: int) -> None:
-    """The first batches in order are all that training ever sees; a limit on shuffled data leaves none out."""
+    """In order, training sees only the first batches; a limit on shuffled data excludes none."""
     loader: Any = DataLoader(torch.cat(vectors()), 4, shuffle=shuffle)  # type: ignore[arg-type]
     assert counted(tmp_path, loader, limit_train_batches=limit)[0] == n
 
@@ -297,7 +297,7 @@ def test_one_trainer_for_two_fits_begins_anew_from_the_weights_of_the_first(tmp_
 
 
 def test_the_posterior_of_the_moment_may_be_asked_for_in_training(tmp_path: Path) -> None:
-    """By a callback that comes before this one, and after the optimizer has moved."""
+    """By an earlier callback, after the optimizer's step."""
     found: list[Any] = []
 
     class Ask(L.Callback):

@@ -152,7 +152,7 @@ def test_a_posterior_keeps_how_its_network_is_read(tmp_path: Path) -> None:
 
 
 def test_classes_are_where_the_caller_says(caplog: pytest.LogCaptureFixture) -> None:
-    """Where positions are as many as classes, the shape of the targets does not tell."""
+    """With as many positions as classes, the shape of the targets is ambiguous."""
     network = Tokens("tensor").double()
     ids, labels = torch.randint(WORDS, (5, CLASSES)), torch.randint(CLASSES, (5, CLASSES))
     named = fit_laplace(network, [(ids, labels)], output=Network(class_dim=-1))
@@ -181,7 +181,7 @@ def test_one_output_may_have_a_dimension_of_its_own(likelihood: str, tmp_path: P
 
 
 class TinyLMHeadModel(Tokens):
-    """By its name a causal language model of Hugging Face's, whose loss shifts the labels itself."""
+    """Named like a causal language model of Hugging Face, whose loss shifts the labels."""
 
 
 def test_labels_of_a_language_model_are_those_of_the_next_token() -> None:

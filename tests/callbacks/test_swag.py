@@ -112,7 +112,7 @@ def test_frozen_weights_stay_out_and_weights_that_stand_still_are_almost_certain
 
 
 def test_batch_norms_get_the_statistics_of_the_averaged_weights(tmp_path: Path) -> None:
-    """The averages over batches of 8, 8, 8, 8 and 5, without the dropout that training has."""
+    """Averages over batches of 8, 8, 8, 8 and 5, without dropout."""
     torch.manual_seed(0)
     module, callback = Classifier(), SWAGCallback(start=0)
     trainer(tmp_path, callback, max_epochs=3, **DOUBLE).fit(module, train_loader(37))

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*the posterior does not improve
 
 
 class Data(L.LightningDataModule):
-    """Which reads its files when it is prepared, and splits them when it is set up."""
+    """Reads its files in `prepare_data` and splits them in `setup`."""
 
     def __init__(self, has_validation: bool = True) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Data(L.LightningDataModule):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A checkpoint from last week, of a Trainer without any callback of ours; and what one would have fitted."""
+    """A checkpoint of a Trainer without our callbacks, and the posterior that one would have fitted."""
     folder = tmp_path_factory.mktemp("last_week")
     L.seed_everything(0, verbose=False)
     model, callback = Classifier(), laplace()
@@ -82,7 +82,7 @@ def restored(trained: Any, how: str) -> Classifier:
 @pytest.mark.parametrize("how", ["load_from_checkpoint", "state dict"])
 @pytest.mark.parametrize("with_trainer", [True, False])
 def test_it_is_what_the_callback_would_have_fitted(trained: Any, how: str, with_trainer: bool, tmp_path: Path) -> None:
-    """Prior and calibration, too, from a data module that was never set up."""
+    """Prior and calibration as well, from a data module that was never set up."""
     model, dm = restored(trained, how), Data()
     posterior = lightning_bayes.fit(
         model, dm, likelihood="classification", trainer=trainer(tmp_path) if with_trainer else None, progress=False
@@ -130,7 +130,7 @@ def test_a_trainer_predicts_with_the_posterior_and_its_checkpoint_holds_it(train
 
 
 def test_weights_can_come_from_a_checkpoint_at_the_test_itself(trained: Any, tmp_path: Path) -> None:
-    """The one that the posterior was fitted to, without its state; and another one is refused."""
+    """The checkpoint that the posterior was fitted to, without callback state; another one is refused."""
     model, callback = restored(trained, "load_from_checkpoint"), laplace()
     callback.fit_now(None, model, Data())
     own, fresh = trainer(tmp_path, callback), Classifier()
@@ -201,7 +201,7 @@ def test_a_callback_that_the_trainer_has_is_fitted_in_its_own_words(trained: Any
 
 
 class Unseeded(Data):
-    """Which splits in another way each time, and has nothing to tear down."""
+    """Splits differently each time, and has no `teardown`."""
 
     teardown = L.LightningDataModule.teardown
 
@@ -222,7 +222,7 @@ def test_data_that_were_trained_with_are_not_split_again(tmp_path: Path) -> None
 
 
 class OfStages(Unseeded):
-    """As it is usual: what is for training is not split for a test."""
+    """As usual: `setup("test")` does not split the training data."""
 
     def setup(self, stage: str) -> None:
         if stage == "fit":
@@ -318,7 +318,7 @@ def test_the_transfer_hooks_of_the_data_module_are_applied(trained: Any, with_tr
 
 
 class Training(Classifier):
-    """As Lightning's own pages have it: augmentation while it trains."""
+    """As in Lightning's documentation: augmentation in training."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         assert self.trainer is not None

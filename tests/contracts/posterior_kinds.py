@@ -1,4 +1,4 @@
-"""Every way to a posterior, on the same tiny network and data: the rows of the contract."""
+"""All posteriors on the same tiny network and data: the rows of the contract."""
 
 from collections.abc import Callable
 from functools import cache
@@ -66,7 +66,7 @@ def l2m(task: str) -> LaplacePosterior:
 
 
 def sharded(task: str) -> ShardedPosterior:
-    """That of one process, which has all shards."""
+    """The sharded posterior of one process, which has all shards."""
     whole = l2m(task)
     return ShardedPosterior.from_curvature(whole.network, whole.curvature, whole.prior_precision)
 
@@ -128,7 +128,7 @@ OF_LAPLACE = [kind for kind in GAUSSIANS if not kind.startswith(("variational", 
 
 @cache
 def made(kind: str, task: str) -> Any:
-    """One for all tests: none may change it."""
+    """Shared by all tests, which must not change it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return MAKERS[kind](task)

@@ -1,4 +1,4 @@
-"""Every callback goes the same way: fit, test, predict, save, load, resume.
+"""The contract of all callbacks: fit, test, predict, save, load, resume.
 
 It logs the same keys, answers with `Prediction`s, and has the same posterior again after a checkpoint, after its own
 file, and after a run that was interrupted half way.

@@ -1,4 +1,4 @@
-"""Every posterior keeps the same promises, whatever method it comes from.
+"""The contract of all posteriors.
 
 A mean and a covariance, draws and a density, the Gaussian over outputs, predictions by every predictive and link, files
 and states that hold all of it, and a network that no call changes.
@@ -214,7 +214,7 @@ def test_a_regression_has_the_moments_of_the_linear_model(kind: str) -> None:
 @every_linearised
 @both_kinds_of_targets
 def test_predictions_have_a_gradient_in_x(kind: str, task: str) -> None:
-    """That of finite differences, and none for the weights."""
+    """Equal to finite differences; no gradient for the weights."""
     posterior = made(kind, task)
 
     def predict(x: Tensor) -> tuple[Tensor, ...]:
@@ -331,7 +331,7 @@ def test_it_is_where_its_network_is(kind: str) -> None:
 
 @every_gaussian
 def test_it_moves_with_all_that_it_holds_and_its_network_is_copied(kind: str) -> None:
-    """To a device that keeps no values, the only second one that every machine has."""
+    """To the meta device, which every machine has."""
     posterior = made(kind, "classification")
     if kind == "sharded":
         with pytest.raises(PosteriorError, match="to needs the whole network on every process"):

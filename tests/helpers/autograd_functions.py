@@ -1,4 +1,4 @@
-"""Operations of a user's own, which torch cannot transform in every way."""
+"""Custom autograd functions, which torch cannot transform in every way."""
 
 from typing import Any
 

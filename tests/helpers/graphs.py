@@ -1,4 +1,4 @@
-"""A graph of PyTorch Geometric whose nodes have targets, other ones in each stage; import it after `importorskip`."""
+"""A graph of PyTorch Geometric whose nodes have different targets in each stage; import it after `importorskip`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Images in torchvision's own files and in mosaics, and an environment in which nobody downloads others."""
+"""Images in torchvision's file formats and in mosaics, in an environment without downloads."""
 
 import gzip
 import struct

@@ -1,4 +1,4 @@
-"""Loaders that tests look into."""
+"""Loaders that record how they are used."""
 
 from collections.abc import Iterator
 from typing import Any

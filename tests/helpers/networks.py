@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def made(make: Callable[[], nn.Module], seed: int = 0) -> Any:
-    """A network in float64; the global random state is left as it is."""
+    """A network in float64; the global random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make().double()

@@ -8,7 +8,7 @@ from lightning_bayes.options.predictive import PREDICTIVES
 
 
 def predictive_of(word: str, link: str | None = None, samples: int | None = None) -> PredictiveOption:
-    """The option with this word; what its kind does not have is left out."""
+    """The option with this word; arguments that its class does not have are ignored."""
     given: dict[str, Any] = {"link": link, "samples": samples}
     kind: Any = PREDICTIVES[word]
     return kind(**{name: value for name, value in given.items() if name in kind.__annotations__ and value is not None})

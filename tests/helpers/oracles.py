@@ -1,4 +1,4 @@
-"""Slow, readable answers that use nothing of the package."""
+"""Slow, readable oracles that do not use the package."""
 
 import copy
 import warnings

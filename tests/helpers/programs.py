@@ -1,4 +1,4 @@
-"""Programs and functions in processes of their own, which start with the large libraries imported.
+"""Programs and functions in separate processes, which start with the large libraries imported.
 
 Importing Lightning takes seconds, and the tests start dozens of processes. Where the system allows it, a fork server
 (see `multiprocessing`) imports it once, and each process is a fork of that server with its own environment, folder and

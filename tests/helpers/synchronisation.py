@@ -1,4 +1,4 @@
-"""Where the host waits for the device: a look at one number of a tensor (`.item()`, `bool(t)`, `float(t)`)."""
+"""Detect device syncs: reading a value of a tensor (`.item()`, `bool(t)`, `float(t)`)."""
 
 import sys
 from pathlib import Path
@@ -16,11 +16,11 @@ TESTS = str(Path(__file__).parents[1])  # where a user's own code is
 
 
 class HostSynchronised(AssertionError):
-    """The host has waited for the device."""
+    """A device sync happened."""
 
 
 class NoSynchronisation(TorchDispatchMode):
-    """Refuse such a look: from anywhere, or from the package's own code alone, not a user's step."""
+    """Raise on a device sync, from any code or only from the package's."""
 
     def __init__(self, only_package: bool = False) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class NoSynchronisation(TorchDispatchMode):
 
 
 class _NoCopies(TorchFunctionMode):
-    """Copies to the host, which on the CPU never come to a dispatch mode."""
+    """Copies to the host, which a dispatch mode does not see on the CPU."""
 
     def __init__(self, owner: NoSynchronisation) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _NoCopies(TorchFunctionMode):
 
 
 def _callers() -> list[str]:
-    """The lines that are being run, the innermost first."""
+    """The lines of the call stack, innermost first."""
     frame, places = sys._getframe(3), []
     while frame is not None:
         places.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")

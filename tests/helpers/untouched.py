@@ -1,4 +1,4 @@
-"""Everything about a user's module, and about the process, that a call of ours must leave as it was."""
+"""Everything about a user's module, and about the process, that a call must not change."""
 
 import random
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @contextmanager
 def untouched(*networks: nn.Module) -> Iterator[None]:
-    """What runs inside must leave the networks and all random states as they were, also when it raises."""
+    """Check that the code inside does not change the networks and random states, also when it raises."""
     before = [snapshot(network) for network in networks]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where one process fails beside something that all do together, all of them say so at once."""
+"""If one process fails in a collective task, all raise an error at once."""
 
 import time
 from collections.abc import Callable, Iterator

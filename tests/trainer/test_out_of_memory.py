@@ -1,4 +1,4 @@
-"""Out of memory is an error of its own: nobody takes it for a network or a checkpoint that cannot be used."""
+"""Running out of memory is reported as such, not as an unusable network or checkpoint."""
 
 import pickle
 import struct
