@@ -22,20 +22,40 @@ from lightning_bayes.predictive.held_out import Scoring, grid
 GENERATOR = "must be a torch.Generator, such as torch.Generator().manual_seed(0), got"
 
 
-def _inputs(table: Table, argument: str = "x", part: str = "Sequential") -> None:
+def _inputs(table: Table, **others: Any) -> None:
     """What a network cannot be run on."""
-    run = f"{part} cannot be run on an input of shape"
-    for bad in (None, "abc", 3, [1.0, 2.0, 3.0], []):
-        table(argument, bad, "must hold a tensor with a batch dimension, but it is", named=False)
-    table(argument, Of(lambda t: t.x.numpy(), "numpy"), "must hold a tensor with a batch dimension", named=False)
-    table(argument, torch.tensor(1.0), "must hold a tensor with a batch dimension", named=False)
-    table(argument, Of(lambda t: t.x[:0], "no examples"), "a batch has no examples", named=False)
-    table(argument, Of(lambda t: t.x[0, :2], "short"), run, named=False)
-    table(argument, Of(lambda t: t.x.repeat(1, 2), "[5, 6]"), f"{run} [", "torch.float32", named=False)
-    table(argument, Of(lambda t: t.x.double(), "double"), "torch.float64", "weights of torch.float32", named=False)
-    table(argument, Of(lambda t: t.x.long(), "integers"), "torch.int64", named=False)
-    table(argument, Of(lambda t: (t.x, t.x), "two inputs"), f"{part} cannot be run on inputs of shapes", named=False)
-    table(argument, Of(lambda t: {"ids": t.x, "mask": t.x}, "keywords"), "on inputs of shapes", "'ids'", named=False)
+    run = "Sequential cannot be run on an input of shape"
+    rows: list[tuple[Any, ...]] = [
+        *((bad, "must hold a tensor with a batch dimension, but it is") for bad in (None, "abc", 3, [1.0, 2.0], [])),
+        (Of(lambda t: t.x.numpy(), "numpy"), "must hold a tensor with a batch dimension"),
+        (torch.tensor(1.0), "must hold a tensor with a batch dimension"),
+        (Of(lambda t: t.x[:0], "no examples"), "a batch has no examples"),
+        (Of(lambda t: t.x[0, :2], "short"), run),
+        (Of(lambda t: t.x.repeat(1, 2), "[5, 6]"), f"{run} [", "torch.float32"),
+        (Of(lambda t: t.x.double(), "double"), "torch.float64", "weights of torch.float32"),
+        (Of(lambda t: t.x.long(), "integers"), "torch.int64"),
+        (Of(lambda t: (t.x, t.x), "two inputs"), "Sequential cannot be run on inputs of shapes"),
+        (Of(lambda t: {"ids": t.x, "mask": t.x}, "keywords"), "on inputs of shapes", "'ids'"),
+    ]
+    for value, *said in rows:
+        table("x", value, *said, named=False, **others)
+
+
+def _loaders(table: Table, empty: str) -> None:
+    """What is no loader of inputs and class labels."""
+    table("loader", 3, "must be an iterable of (x, y) batches", "got 3")
+    table("loader", Of(lambda t: TensorDataset(t.x, t.y), "dataset"), "is a TensorDataset", "DataLoader(dataset")
+    rows: list[tuple[Any, ...]] = [
+        ([], empty),
+        (Of(lambda t: [t.x], "bare tensors"), "pair (x, y), but the loader gave a Tensor"),
+        (Of(lambda t: [(t.x, [0, 1, 2, 0, 1])], "list"), "targets of a batch must be a tensor"),
+        (Of(lambda t: [(t.x, t.y.numpy())], "numpy"), "targets of a batch must be a tensor"),
+        (Of(lambda t: [(t.x, t.y.float())], "real"), "integer class", "torch.float32"),
+        (Of(lambda t: [(t.x, t.y[:3])], "fewer"), "shape [5]", "shape [3]"),
+        (Of(lambda t: [(t.x.double(), t.y)], "double"), "torch.float64"),
+    ]
+    for value, *said in rows:
+        table("loader", value, *said, named=False)
 
 
 def _drawing(table: Table, *samples: str) -> None:
@@ -81,10 +101,7 @@ _logit = "link='logit'; choose one of 'probit', 'pairwise', 'bridge', 'mc'"
 predict("predictive", GLM(link="logit"), _logit, named="link")
 for _predictive in ("bnn", "map"):
     predict("generator", 42, GENERATOR, predictive=_predictive)
-    predict("x", Of(lambda t: t.x.repeat(1, 2), "[5, 6]"), "cannot be run on", predictive=_predictive, named=False)
-    predict("x", Of(lambda t: t.x.double(), "double"), "torch.float64", predictive=_predictive, named=False)
-    predict("x", "abc", "must hold a tensor with a batch dimension", predictive=_predictive, named=False)
-    predict("x", Of(lambda t: t.x[:0], "no examples"), "no examples", predictive=_predictive, named=False)
+    _inputs(predict, predictive=_predictive)
 
 gradients_off = Table("gradients off", torch.no_grad()(_predict), ["differentiable"])
 gradients_off("differentiable", True, "gradients are off (torch.no_grad(), torch.inference_mode())", x=_gradient)
@@ -124,8 +141,7 @@ drawn = Table(
     ["x"],
 )
 _inputs(drawn)
-drawn("x", Of(lambda t: t.x.repeat(1, 2), "[5, 6]"), "cannot be run on", predictive="bnn", named=False)
-drawn("x", "abc", "must hold a tensor with a batch dimension", predictive="bnn", named=False)
+_inputs(drawn, predictive="bnn")
 
 sample = Table("sample", lambda t, **given: t.classifier.sample(**given), GaussianPosterior.sample)
 _drawing(sample, "n")
@@ -272,7 +288,6 @@ grids("metric", torch.nn.functional.mse_loss, "must be a torchmetrics metric, or
 grids("metric", MeanSquaredError, "must be a torchmetrics metric, or None")
 _scoring(grids)
 words(grids, "calibrate")
-grids("predictive", GLM(link="logit"), "link='logit'; choose one of 'exact'", named="link")
 autos = Table(
     "tune_prior('auto')",
     lambda t, **given: t.classifier.tune_prior("auto", **{"loader": t.batches, **given}),
@@ -298,16 +313,8 @@ refinement("loader", 3, "must be an iterable of (x, y) batches", "got 3")
 refinement("loader", Of(lambda t: TensorDataset(t.x, t.y), "dataset"), "is a TensorDataset", "DataLoader(dataset")
 for _table in (autos, calibration):
     _scoring(_table)
-    _table("predictive", GLM(link="logit"), "link='logit'; choose one of 'probit', 'pairwise'", named="link")
-    _table("loader", [], "the held-out data are empty", named=False)
-    _table("loader", 3, "must be an iterable of (x, y) batches", "got 3")
-    _table("loader", Of(lambda t: TensorDataset(t.x, t.y), "dataset"), "is a TensorDataset", "DataLoader(dataset")
-    _table("loader", Of(lambda t: [t.x], "bare tensors"), "pair (x, y), but the loader gave a Tensor", named=False)
-    _table("loader", Of(lambda t: [(t.x, t.y.numpy())], "numpy"), "targets of a batch must be a tensor", named=False)
-    _table("loader", Of(lambda t: [(t.x, t.y.float())], "real"), "integer class", "torch.float32", named=False)
-    _table("loader", Of(lambda t: [(t.x, t.y[:3])], "fewer"), "shape [5]", "shape [3]", named=False)
+    _loaders(_table, "the held-out data are empty")
     _table("loader", Of(lambda t: [(t.x, 0 * t.y)], "one class"), "have one class only", "hold out", named=False)
-    _table("loader", Of(lambda t: [(t.x.double(), t.y)], "double"), "torch.float64", named=False)
 calibration("loader", None, "must be an iterable of (x, y) batches", "got None")
 words(calibration, "of")
 calibration("of", None, "unknown of None: use one of 'outputs', 'probs'")
@@ -357,24 +364,15 @@ scores = Table(
 scores("predictor", Of(lambda t: t.net(), "Sequential"), "must be a posterior or a DeepEnsemble", "Sequential")
 scores("predictor", None, "must be a posterior or a DeepEnsemble", "got None")
 scores("loader", None, "must be an iterable of (x, y) batches")
-scores("loader", Of(lambda t: TensorDataset(t.x, t.y), "dataset"), "is a TensorDataset", "DataLoader(dataset")
-scores("loader", [], "the loader is empty")
-scores("loader", Of(lambda t: [t.x], "bare tensors"), "pair (x, y), but the loader gave a Tensor", named=False)
-scores("loader", Of(lambda t: [(t.x, [0, 1, 2, 0, 1])], "list"), "targets of a batch must be a tensor", named=False)
-scores("loader", Of(lambda t: [(t.x, t.y.numpy())], "numpy"), "targets of a batch must be a tensor", named=False)
-scores("loader", Of(lambda t: [(t.x, t.y[:3])], "fewer"), "shape [5]", "shape [3]", named=False)
-scores("loader", Of(lambda t: [(t.x, t.y.float())], "real"), "integer class", "torch.float32", named=False)
-scores("loader", Of(lambda t: [(t.x.double(), t.y)], "double"), "torch.float64", named=False)
+_loaders(scores, "the loader is empty")
 scores("ood_loaders", 3, "must be a list of loaders, got 3")
 scores("ood_loaders", Of(lambda t: t.x, "tensor"), "must be a list of loaders, got a Tensor")
 scores("ood_loaders", Of(lambda t: [[t.x], []], "an empty one"), "ood_loaders[1] is empty")
 scores("ood_loaders", [3], "must be an iterable of batches", "got 3")
 scores("ood_loaders", Of(lambda t: [[t.x.double()]], "double"), "torch.float64", named=False)
-words(scores, "predictive")
-mappings(scores, "predictive", "glm", "samples")
-scores("predictive", GLM(link="logit"), "choose one of 'probit', 'pairwise'", named="link")
-scores("seed", -1, "must be a whole number of at least 0, got -1")
-scores("seed", "one", "must be a whole number of at least 0, got 'one'")
+_scoring(scores)
+for _table in (grids, autos, calibration, scores):
+    _table("predictive", GLM(link="logit"), "link='logit'; choose one of ", named="link")
 
 # -- ensembles -------------------------------------------------------------------------------------------------------
 
@@ -405,8 +403,7 @@ _drawing(mixture)
 words(mixture, "predictive")
 mappings(mixture, "predictive", "glm", "samples")
 mixture("predictive", GLM(link="logit"), "choose one of 'probit', 'pairwise'", named="link")
-mixture("x", "abc", "must hold a tensor with a batch dimension", named=False)
-mixture("x", Of(lambda t: t.x.double(), "double"), "torch.float64", named=False)
+_inputs(mixture)
 mixture_density = Table(
     "DeepEnsemble.log_prob",
     lambda t, **given: DeepEnsemble([t.regressor]).log_prob(**{"x": t.x, "y": t.r, **given}),
@@ -425,7 +422,7 @@ mixture_density("predictive", GLM(link="logit"), "choose one of", named="link")
 # -- autoencoders ----------------------------------------------------------------------------------------------------
 
 AUTOENCODING = []
-for _name, _part in (("encode", "Sequential"), ("reconstruct", "Sequential")):
+for _name in ("encode", "reconstruct"):
     _table = Table(
         _name,
         lambda t, name=_name, **given: getattr(t.autoencoder, name)(**{"x": t.x, **given}),
@@ -433,14 +430,7 @@ for _name, _part in (("encode", "Sequential"), ("reconstruct", "Sequential")):
     )
     _drawing(_table, "samples")
     flags(_table, "keep_samples")
-    _table("x", "abc", "must hold a tensor with a batch dimension", named=False)
-    _table("x", Of(lambda t: t.x.double(), "double"), "Sequential cannot be run", "torch.float64", named=False)
-    _table(
-        "x",
-        Of(lambda t: t.x.repeat(1, 2), "[5, 6]"),
-        "Sequential cannot be run on an input of shape [5, 6]",
-        named=False,
-    )
+    _inputs(_table)
     AUTOENCODING.append(_table)
 decoding = Table(
     "decode",
