@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.jacobian.checks import check_examples_apart, check_output
-from lightning_bayes.jacobian.gradients import MEMORY, LayerGradients, ParameterGradients
+from lightning_bayes.jacobian.gradients import LayerGradients, ParameterGradients
 from lightning_bayes.jacobian.graph import check_norms, once_differentiable_functions
 from lightning_bayes.jacobian.plan import LayerUse, Plan
 from lightning_bayes.jacobian.products import Jacobian
@@ -30,6 +30,7 @@ from lightning_bayes.network.input_graph import double_backward_guard
 from lightning_bayes.structures import CovarianceForm, InverseTerms, JacobianColumns, Layout, Structure
 
 LARGEST = 2**36  # bytes of covariances
+MEMORY = 2**29  # bytes of the gradients of one part of a batch, with copies: small parts slow a backward pass down
 BlockFinder = Callable[[Layout], Structure | None]
 
 
@@ -56,7 +57,7 @@ def output_gaussian(
     B = inputs.batch_size(x)
     _check_size(B, plan.n_outputs, form)
     numbers = max(plan.n_activations, 1 if precisions[0].has_layer_blocks else plan.subset.size)
-    few = max(1, 4 * MEMORY // (8 * plan.n_outputs * max(numbers, 1)))
+    few = max(1, MEMORY // (8 * plan.n_outputs * max(numbers, 1)))
     if form != "joint" and few < B:  # examples are independent: a few at a time bound the memory
         parts = [inputs.take(network, x, slice(start, start + few)) for start in range(0, B, few)]
         return _concatenated(

@@ -43,7 +43,8 @@ from lightning_bayes.structures.layout import Layout
 if TYPE_CHECKING:
     from lightning_bayes.structures.base import Structure
 
-PIECE = 2**24  # bytes of a layer's Jacobian, or of its pairs of positions, at a time
+PIECE = 2**24  # bytes of a layer's Jacobian at a time
+PAIRS = 2**21  # bytes of products of positions at a time
 MEMORY = 2**25  # bytes per step of a product with columns
 LEFT_WIDTH, RIGHT_WIDTH = 1.0, 0.7  # of a group of eigenvalues, in log
 NEGLIGIBLE = 0.01  # times the prior precision: smaller eigenvalues are one group
@@ -78,6 +79,9 @@ class CovarianceForm:
 def layer_jacobian(a: Tensor, g: Tensor) -> Tensor:
     """`Σ_t g aᵀ`, in the order of the block.  # [K, B, G·O·I]"""
     K, G, B, T, O = g.shape
+    if O == 1 and a.shape[-1] <= 2:  # of a norm: thousands of tiny products otherwise
+        sums = [torch.linalg.vecdot(g.squeeze(4), column) for column in a.unbind(-1)]  # [K, G, B]
+        return torch.stack(sums, -1).transpose(1, 2).flatten(2)
     rows = g.permute(1, 2, 0, 4, 3).reshape(G, B, K * O, T)
     return (rows @ a).reshape(G, B, K, O, -1).permute(2, 1, 0, 3, 4).flatten(2)
 
@@ -137,20 +141,24 @@ def _position_pairs(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_pairs(variances: Sequence[Tensor], a: Tensor, g: Tensor, form: CovarianceForm) -> list[Tensor]:
+    """One position `t` at a time, with all `u ≥ t`."""
     (G, B, T, I), O = a.shape, g.shape[4]
-    g = g.permute(1, 2, 3, 0, 4)  # [G, B, T, K, O]
-    few = max(1, PIECE // (G * T * (T + 1) // 2 * max(I, O) * a.element_size()))
+    few = max(1, PAIRS // (G * T * max(I, O) * a.element_size()))
     totals: list[list[Tensor]] = [[] for _ in variances]
     for start in range(0, B, few):
-        part = g[:, start : start + few]
-        pairs, number = _position_pairs(a[:, start : start + few])
-        rows = part.transpose(2, 3).flatten(3)  # [G, b, K, T·O]
-        for parts, W in zip(totals, variances, strict=True):
-            S = (pairs.flatten(1, 2) @ W.mT).unflatten(1, pairs.shape[1:3])[:, :, number]  # [G, b, T, T, O]
-            weighted = S[:, :, 0].unsqueeze(3) * part[:, :, :1]  # [G, b, T, K, O]
-            for t in range(1, T):
-                weighted = weighted + S[:, :, t].unsqueeze(3) * part[:, :, t : t + 1]
-            parts.append(form.product(weighted.transpose(2, 3).flatten(3), rows).sum(0))
+        inputs = a[:, start : start + few].contiguous()
+        gradients = g[:, :, start : start + few].permute(1, 2, 3, 0, 4).contiguous()  # [G, b, T, K, O]
+        sums: list[Tensor | float] = [0.0] * len(variances)
+        for t in range(T):
+            pairs = inputs[:, :, t:] * inputs[:, :, t : t + 1]  # [G, b, u, I]
+            twice = torch.cat([pairs[:, :, :1], 2 * pairs[:, :, 1:]], 2).flatten(1, 2)  # (t, u) and (u, t)
+            for n, W in enumerate(variances):
+                S = (twice @ W.mT).unflatten(1, pairs.shape[1:3])  # [G, b, u, O]
+                weighted = (gradients[:, :, t:] * S.unsqueeze(3)).sum(2)  # [G, b, K, O]
+                sums[n] = sums[n] + form.product(weighted, gradients[:, :, t]).sum(0)
+        for parts, total in zip(totals, sums, strict=True):
+            assert isinstance(total, Tensor)
+            parts.append(total if form.marginal else (total + total.mT) / 2)
     return [torch.cat(parts) for parts in totals]
 
 
@@ -167,17 +175,25 @@ def _by_jacobian(
     totals = [form.zeros(B, K, g) for _ in variances]
     examples = B if form.joint else max(1, PIECE // (G * K * O * I * a.element_size()))
     outputs = O if left is not None else max(1, PIECE // (G * K * I * a.element_size()))
+    in_graph = torch.is_grad_enabled() and any(t.requires_grad for t in (a, g, *variances))
+    roots = [W.sqrt() for W in variances]
+    product_of_piece: Tensor | None = None  # its memory is reused: allocation would cost more than the scaling
     for start, low in product(range(0, B, examples), range(0, O, outputs)):
         part, units = slice(start, start + examples), slice(low, low + outputs)
-        J = _jacobian_of(a[:, part], g[:, :, part, :, units])
+        gradient = g[:, :, part, :, units].permute(1, 2, 0, 4, 3)  # [G, b, K, o, T]
+        rows = gradient.flatten(2, 3)
+        if in_graph or (product_of_piece is not None and product_of_piece.shape[:3] != rows.shape[:3]):
+            product_of_piece = None
+        product_of_piece = torch.matmul(rows, a[:, part], out=product_of_piece)
+        J = product_of_piece.unflatten(2, gradient.shape[2:4])  # [G, b, K, o, I]
         J = J if right is None else right(J.flatten(1, 3), -1).unflatten(1, J.shape[1:4])
         J = J if left is None else left(J.permute(1, 2, 0, 3, 4), -2).permute(2, 0, 1, 3, 4)
         J = J.flatten(3)  # [G, b, K, o·I]
         J = J.flatten(1, 2) if form.joint else J
-        for total, W in zip(totals, variances, strict=True):
-            weights = (W if left is not None else W[:, units]).reshape(G, *[1] * (J.ndim - 2), J.shape[-1])
-            rows = J * weights.sqrt()
-            total[slice(None) if form.joint else part] += form.product(rows, rows).sum(0)
+        for total, root in zip(totals, roots, strict=True):
+            weights = (root if left is not None else root[:, units]).reshape(G, *[1] * (J.ndim - 2), J.shape[-1])
+            weighted = J * weights if in_graph or len(roots) > 1 else J.mul_(weights)
+            total[slice(None) if form.joint else part] += form.product(weighted, weighted).sum(0)
     return totals
 
 
