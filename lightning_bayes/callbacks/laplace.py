@@ -90,7 +90,8 @@ class LaplaceCallback(PosteriorCallback):
 
         structure: "kron", "ekfac" (a second pass), "diag", "full" or "lowrank" (several passes), or an option such as
             `Kron(rank="auto")`; for a `Subnetwork`, "kron" is "full".
-        subset: "all", "last_layer", a list of parameter or module names, or a `Subnetwork`.
+        subset: "all", "last_layer", "auto" (all, unless predictions would take more than about 20 forward passes; then
+            the last layer), a list of parameter or module names, or a `Subnetwork`.
         curvature: "auto", "ggn", "fisher_mc" (or `FisherMC(samples=3)`) or "empirical_fisher"; see `fit_laplace`.
         prior_precision: a number, or one per layer; with a posterior as `prior`, a factor on its precision.
         prior: `Prior(mean=…, temperature=…)`, or a posterior or its file. It has no effect on training: add

@@ -20,6 +20,7 @@ from lightning_bayes.curvature.accumulate import ColumnSum, FactorOptions
 from lightning_bayes.curvature.data_pass import BatchSum, Curvature, DataPass, Fisher
 from lightning_bayes.curvature.diagonal import DiagonalSum
 from lightning_bayes.curvature.low_rank import LowRankSum
+from lightning_bayes.jacobian.cost import estimate_cost
 from lightning_bayes.jacobian.normalised import normalised_layers
 from lightning_bayes.jacobian.output_columns import choose_curvature
 from lightning_bayes.jacobian.plan import describe, find_last_layer, make_plan
@@ -47,6 +48,8 @@ from lightning_bayes.options.fit import (
 
 logger = logging.getLogger("lightning_bayes")
 
+AFFORDABLE = 20  # forward passes for one prediction
+
 
 def fit_curvature(
     network: nn.Module,
@@ -73,7 +76,8 @@ def fit_curvature(
         likelihood: "classification", "binary", "regression", or a `Likelihood`.
         structure: "full", "diag", "kron", "ekfac" (two passes over the loader), "lowrank" (several passes), or an
             option such as `Kron(rank="auto")`.
-        subset: "all" trainable parameters, the "last_layer", a list of parameter or module names, a mask over (or
+        subset: "all" trainable parameters, the "last_layer", "auto" (all, unless predictions would take more than about
+            20 forward passes; then the last layer), a list of parameter or module names, a mask over (or
             positions of) the trainable weights, or the `subset` of a posterior.
         curvature: `Λₙ` is the exact output Fisher ("ggn"), its Monte-Carlo estimate ("fisher_mc", `FisherMC(samples)`)
             or the outer product of the gradient of the example's own label ("empirical_fisher"). "auto" is "ggn", but
@@ -200,9 +204,11 @@ def log_likelihood(
 
 
 def choose_subset(network: nn.Module, x: Any, subset: SubsetWord | Sequence[str] | Tensor | Subset) -> Subset:
-    """Resolve `subset` to parameters; tracing `network` on `x` finds the last layer."""
+    """Resolve `subset` to parameters; tracing `network` on `x` finds the last layer and the cost of "auto"."""
     if isinstance(subset, Subset):
         return subset
+    if isinstance(subset, str) and subset == "auto":
+        return _affordable_subset(network, x)
     last_layer: tuple[str, ...] = ()
     if isinstance(subset, str) and subset == "last_layer":
         with borrowed(network, [name for name, _ in network.named_parameters()]):
@@ -214,6 +220,28 @@ def choose_subset(network: nn.Module, x: Any, subset: SubsetWord | Sequence[str]
                 f"{name} is complex ({p.dtype}), but a posterior is over real weights: leave it out of the subset"
             )
     return chosen
+
+
+def _affordable_subset(network: nn.Module, x: Any) -> Subset:
+    """All weights if `predict` is then estimated at up to `AFFORDABLE` forward passes, otherwise the last layer."""
+    everything = choose_subset(network, x, "all")
+    cost = estimate_cost(network, x, everything)
+    if cost.predict <= AFFORDABLE:
+        logger.info(
+            "subset='auto' takes all %d weights: predict costs about %.0f forward passes; 'last_layer' costs less",
+            everything.size,
+            cost.predict,
+        )
+        return everything
+    last_layer = choose_subset(network, x, "last_layer")
+    logger.info(
+        "subset='auto' takes the last layer (%d weights): with all %d weights, for which set subset='all', predict "
+        "would cost about %.0f forward passes",
+        last_layer.size,
+        everything.size,
+        cost.predict,
+    )
+    return last_layer
 
 
 def _prepare(network: nn.Module, batch: Any) -> tuple[Any, Tensor]:

@@ -21,7 +21,7 @@ from lightning_bayes.network.errors import SubsetError
 from lightning_bayes.network.output import network_name
 from lightning_bayes.network.processes import local
 
-SUBSETS = ("all", "last_layer")
+SUBSETS = ("auto", "all", "last_layer")
 COPIED_TOGETHER = 2**20  # elements; larger tensors are copied one by one, because large allocations are slow
 
 
@@ -131,8 +131,8 @@ def check_subset(subset: Any) -> None:
         return
     if isinstance(subset, str) or not isinstance(subset, Sequence):
         raise SubsetError(
-            f"unknown subset {format_value(subset)}: use 'all', 'last_layer', a list of parameter names, or a mask "
-            "over the weights"
+            f"unknown subset {format_value(subset)}: use 'all', 'last_layer', 'auto', a list of parameter names, or a "
+            "mask over the weights"
         )
     if not len(subset):
         raise SubsetError("the list of names in subset is empty: name at least one parameter or module")

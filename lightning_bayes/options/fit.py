@@ -22,7 +22,7 @@ from lightning_bayes.arguments import (
 )
 
 StructureWord = Literal["kron", "ekfac", "diag", "full", "lowrank"]
-SubsetWord = Literal["all", "last_layer"]
+SubsetWord = Literal["auto", "all", "last_layer"]
 CurvatureWord = Literal["auto", "ggn", "fisher_mc", "empirical_fisher"]
 WeightSharing = Literal["expand", "reduce"]
 Damping = Literal["glm", "ritter"]

@@ -173,7 +173,8 @@ def fit_laplace(
         likelihood: "classification", "binary", "regression", or a `Likelihood` such as `Gaussian(noise_std=0.3)`.
         structure: "kron", "ekfac" (a second pass), "diag", "full" or "lowrank" (several passes), or an option such as
             `Kron(rank="auto")`. A `Subnetwork` has no Kronecker form: "kron" is then "full".
-        subset: "all", "last_layer", a list of parameter names, a mask over the weights, or a `Subnetwork`.
+        subset: "all", "last_layer", "auto" (all, unless predictions would take more than about 20 forward passes; then
+            the last layer), a list of parameter names, a mask over the weights, or a `Subnetwork`.
         curvature: "ggn", "fisher_mc" (or `FisherMC(samples=3)`), "empirical_fisher", or "auto": "ggn", but "fisher_mc"
             for images and other outputs at many positions, where the exact GGN takes a backward pass for each.
         prior_precision: a number, one per layer, or one per parameter. A mean loss with weight decay `wd` is

@@ -1,0 +1,91 @@
+"""The estimated cost of fits and predictions, against counted multiplications, which have no noise."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_bayes import fit_laplace
+from lightning_bayes.curvature import choose_subset
+from lightning_bayes.jacobian.cost import count_work, estimate_cost
+from lightning_bayes.jacobian.plan import make_plan
+from lightning_bayes.network.borrowed import borrowed
+
+CONVOLUTIONS = (nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU())
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5)), torch.randn(
+        64, 20
+    )
+
+
+def cnn() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*CONVOLUTIONS, nn.Flatten(), nn.Linear(16 * 16, 5)), torch.randn(300, 3, 8, 8)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Linear(6, 16), nn.Linear(16, 4)
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        weights = (self.query(h) @ self.key(h).mT).softmax(-1)
+        return self.out((weights @ self.value(h)).mean(1))
+
+
+def attention() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Attention(), torch.randn(64, 5, 6)
+
+
+@pytest.mark.parametrize("make", [mlp, cnn, attention])
+def test_counted_multiplications_of_a_prediction_are_within_a_factor_of_two(make: object) -> None:
+    network, x = make()  # type: ignore[operator]
+    y = torch.randint(4, (len(x),))
+    posterior = fit_laplace(network, [(x, y)])
+    posterior.predict(x[:2])  # traces the network
+    with FlopCounterMode(display=False) as counter:
+        posterior.predict(x)
+    counted = counter.get_total_flops() / (2 * len(x))
+    subset = choose_subset(network, x, "all")
+    with borrowed(network, subset.names):
+        plan = make_plan(network, x, subset)
+        work = count_work(network, x, plan, plan.n_outputs, activation=0)
+    estimated = work.forward + sum(work.predict.values())
+    assert 0.5 <= estimated / counted <= 2
+
+
+def test_the_last_layer_costs_a_fraction_of_all_weights() -> None:
+    network, x = cnn()
+    everything, last_layer = (estimate_cost(network, x, choose_subset(network, x, s)) for s in ("all", "last_layer"))
+    assert 1 < last_layer.predict < everything.predict / 2
+    assert last_layer.fit < everything.fit
+    assert (last_layer.n_weights, everything.n_outputs) == (257 * 5, 5)
+    assert everything.epochs(100) > everything.epochs(1000) > everything.fit / 3
+
+
+def test_auto_takes_all_weights_where_predictions_are_cheap(caplog: pytest.LogCaptureFixture) -> None:
+    network, x = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 2)), torch.randn(8, 20)
+    with caplog.at_level(logging.INFO, "lightning_bayes"):
+        subset = choose_subset(network, x, "auto")
+    assert subset.names == choose_subset(network, x, "all").names
+    assert "takes all 370 weights" in caplog.text
+    assert "'last_layer' costs less" in caplog.text
+
+
+def test_auto_takes_the_last_layer_where_predictions_are_expensive(caplog: pytest.LogCaptureFixture) -> None:
+    network = nn.Sequential(*CONVOLUTIONS, nn.Flatten(), nn.Linear(16 * 16, 60))
+    x = torch.randn(6, 3, 8, 8)
+    with caplog.at_level(logging.INFO, "lightning_bayes"):
+        posterior = fit_laplace(network, [(x, torch.randint(60, (6,)))], subset="auto")
+    assert posterior.subset.names == ("6.weight", "6.bias")
+    assert "set subset='all'" in caplog.text
