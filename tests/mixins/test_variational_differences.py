@@ -1,17 +1,25 @@
-"""The finite-difference step: its own gradient is right in float32, the true labels' is exact, nothing else moves."""
+"""The finite-difference steps: their gradients are right in float32, the true labels' gradient is exact or has a small
+error, the step size is limited by the change of the loss and the size of the weights, and nothing else moves.
+"""
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
+from helpers.tensors import real as draw
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from variational_cases import VL, Lit, dataset, gradients, images, options, spread, targets, trainer, vl
 
+from lightning_bayes import Categorical, Gaussian
 from lightning_bayes.mixins import VariationalLaplaceMixin, variational_laplace
 from lightning_bayes.mixins.training_step import recorded_calls
+from lightning_bayes.mixins.variational_laplace import draw_sign, reach, step_size
 from lightning_bayes.trainer.dry_run import mean_nll
 
 STEPS = ("exact", "finite_difference")
@@ -284,3 +292,191 @@ def test_attention_is_differentiated_twice_by_its_plain_kernel() -> None:
         found.append(gradients(module, loss))
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-8)
+
+
+def problem(size: float, gradient: float, σ: float = 0.1) -> tuple[dict[nn.Parameter, Tensor], Tensor, Tensor]:
+    """Weights of the given size, `v = σ²ḡ`, and `ḡᵀv`, in two parameters; in float32."""
+    generator = torch.Generator().manual_seed(3)
+    p, q = (nn.Parameter(size * torch.randn(n, generator=generator)) for n in (7, 3))
+    g = {r: gradient * torch.randn(r.shape, generator=generator) for r in (p, q)}
+    v = {r: σ**2 * t for r, t in g.items()}
+    change = torch.stack([(v[r] * t).double().sum() for r, t in g.items()]).sum()
+    return v, change, torch.cat([r.detach() for r in v]).double().norm()
+
+
+@pytest.mark.parametrize("gradient", [1e-6, 1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("reach", [1e-2, 1.0, 50.0])
+def test_the_step_is_as_long_as_both_limits_allow(size: float, gradient: float, reach: float) -> None:
+    """The root of the rounding error, times the change of the loss that is allowed, or times 0.6 of the weights."""
+    v, change, length = problem(size, gradient)
+    ε = float(step_size(v, change, torch.tensor(reach).double()))
+    root = torch.finfo(torch.float32).eps ** 0.5
+    of_loss = ε * float(change) / (root * reach)
+    of_weights = ε * float(torch.cat(list(v.values())).double().norm()) / (root * 0.6 * float(length))
+    assert max(of_loss, of_weights) == pytest.approx(1, rel=1e-5)
+
+
+def test_both_limits_are_reached_by_some_problem() -> None:
+    """Where the gradient is small the weights' size is the limit, where it is large the change of the loss."""
+    reach = torch.tensor(1.0).double()
+    small, large = (step_size(v, change, reach) * change for v, change, _ in (problem(1, 1e-6), problem(1, 1e3)))
+    root = torch.finfo(torch.float32).eps ** 0.5
+    assert float(small) < 1e-3 * root
+    assert float(large) == pytest.approx(root)
+
+
+def test_weights_of_zero_and_a_direction_of_zero_have_a_step() -> None:
+    v, change, _ = problem(0.0, 1e-6)
+    ε = step_size(v, change, torch.tensor(1.0).double())
+    length = float(ε) * float(torch.cat(list(v.values())).norm())
+    assert length == pytest.approx(0.6 * torch.finfo(torch.float32).eps ** 0.5, rel=1e-5)  # as for weights of size one
+    v, change, _ = problem(1.0, 0.0)
+    assert float(step_size(v, change, torch.tensor(1.0).double())) == 1.0
+    v, change, _ = problem(1.0, 1.0)
+    assert float(step_size(v, change, torch.tensor(0.0).double())) == 1.0  # nothing may change, so that nothing does
+
+
+def outputs(S: int) -> Tensor:
+    return torch.randn(S, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+
+
+def test_of_class_labels_a_mean_over_more_examples_may_change_less() -> None:
+    """As those that move this way and that cancel; a squared error's is the same for any number."""
+    f, y = outputs(5), torch.tensor([0, 2, 1, 1, 0])
+    torch.testing.assert_close(reach(Categorical(), f.repeat(16, 1), y.repeat(16)), reach(Categorical(), f, y) / 2)
+    noise = Gaussian(0.6)
+    torch.testing.assert_close(reach(noise, f.repeat(16, 1), 2 * f.repeat(16, 1)), reach(noise, f, 2 * f))
+
+
+def test_outputs_count_by_their_spread_and_a_single_one_by_its_size() -> None:
+    noise, f = Gaussian(0.6), outputs(5)
+    torch.testing.assert_close(reach(noise, f + 7, f + 8), reach(noise, f, f + 1))  # residuals and spread are the same
+    one = f[:1]
+    assert reach(noise, 10 * one, 10 * one + 1) > 1.5 * reach(noise, one, one + 1)
+
+
+def test_the_loss_may_change_by_a_few_nats_where_outputs_and_residuals_are_of_size_one() -> None:
+    f, y = outputs(8), torch.arange(8) % 3
+    assert 0.5 < float(reach(Categorical(), f, y)) < 5
+    assert 1 < float(reach(Gaussian(1.0), f, f + 1)) < 10
+
+
+def batch(n: int = 32, task: str = "classification") -> tuple[Tensor, Tensor]:
+    return images(n), targets(task, n)
+
+
+def step(module: Any, x: Tensor, y: Tensor, sign: int | None = None) -> Tensor:
+    """The gradient of the weights, of a module that has drawn no labels yet."""
+    module._variational.draws = 0
+    with pytest.MonkeyPatch.context() as patch:
+        if sign is not None:
+            patch.setattr(variational_laplace, "draw_sign", lambda q: sign)
+        found = gradients(module, module.training_step((x, y), 0))
+    return torch.cat([g.double().flatten() for name, g in found.items() if not name.startswith("log_sigma")])
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize(("method", "backward"), [("two_passes", 2), ("auto", 2), ("finite_difference", 3)])
+def test_it_takes_two_passes(method: str, backward: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, original, calls = [], torch.autograd.grad, []
+    module = vl("conv", method=method)
+    module.net.register_forward_pre_hook(lambda *_: forward.append(1))  # type: ignore[union-attr]
+    module.training_step(batch(), 0)  # the first looks for kinks as well
+    forward.clear()
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
+    module.training_step(batch(), 0)
+    assert (len(forward), len(calls)) == (2, backward)
+
+
+@pytest.mark.parametrize("σ", [1e-5, 1e-3, 1e-1, 1.0])
+@pytest.mark.parametrize(("kind", "task"), [("residual", "classification"), ("deep", "regression")])
+def test_the_gradient_in_float32_for_any_sigma(kind: str, task: str, σ: float) -> None:
+    """With either sign within a few thousandths of the one in float64 by double backward."""
+    module = spread(VL(kind, task, variational=options(task, method="two_passes")), centre=torch.tensor(σ).log().item())
+    exact = VL(kind, task, variational=options(task, method="exact"))
+    exact.load_state_dict(module.state_dict())
+    exact.double()
+    x, y = batch(task=task)
+    expected = step(exact, x, y)
+    narrow = x.float(), y.float() if y.is_floating_point() else y
+    for sign in (1, -1):
+        assert relative(step(copy.deepcopy(module), *narrow, sign), expected) < 5e-3
+
+
+def test_a_random_sign_takes_the_error_away_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To first order in ε, which is large here."""
+    module, exact = vl("residual", method="two_passes"), vl("residual", method="exact")
+    expected = step(exact, *batch())
+    monkeypatch.setattr(variational_laplace, "shared_step_size", lambda *_: torch.tensor(0.3, dtype=torch.float64))
+    ahead, back = (step(module, *batch(), sign) for sign in (1, -1))
+    one = relative(ahead, expected)
+    assert one > 1e-3
+    assert relative((ahead + back) / 2, expected) < 0.05 * one
+
+
+def test_the_sign_belongs_to_the_seed_and_the_number_of_the_draw() -> None:
+    """Both come up as often, a resumed run goes on with the same, and the global random state is not used."""
+    q = vl(method="two_passes")._variational
+    before = torch.get_rng_state()
+
+    def signs(seed: int) -> list[int]:
+        object.__setattr__(q.options, "seed", seed)
+        drawn = []
+        for number in range(1, 201):
+            q.draws = number
+            drawn.append(draw_sign(q))
+        return drawn
+
+    first = signs(0)
+    assert set(first) == {1, -1}
+    assert abs(sum(first)) < 50
+    assert signs(0) == first != signs(1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_a_weight_that_has_a_sigma_the_true_labels_are_left() -> None:
+    module = vl("conv", method="two_passes", deterministic=["net.3"], beta=1e-40)
+    for name in module.log_sigma:
+        module.get_parameter(name).requires_grad_(False)
+    x, y = batch(6)
+    expected = gradients(module.net, module.nll(module(x), y))
+    found = gradients(module.net, module.training_step((x, y), 0))
+    assert expected
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
+def test_16_bit_weights_are_too_coarse() -> None:
+    module = VL("mlp", variational=options(method="two_passes")).to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"method='two_passes' .* 16-bit weights are too coarse: use 'exact' or 'aut"):
+        module.training_step((images(6).to(torch.bfloat16), targets("classification", 6)), 0)
+
+
+class TwoPrecisions(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(10, 16), nn.Linear(16, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x.to(self.a.weight.dtype))).double())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+class BayesTwoPrecisions(VariationalLaplaceMixin, TwoPrecisions):
+    pass
+
+
+@pytest.mark.parametrize("method", ["two_passes", "finite_difference"])
+def test_the_coarsest_weights_say_how_far_to_go(method: str) -> None:
+    """A step for float64 would be lost in the rounding of float32."""
+    x, y = draw(32, 10, seed=1), targets("classification", 32)
+    module, exact = (BayesTwoPrecisions(variational=options(method=m)) for m in (method, "exact"))
+    exact.double()
+    assert relative(step(module, x, y), step(exact, x, y)) < 5e-3
