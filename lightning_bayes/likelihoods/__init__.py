@@ -10,12 +10,8 @@
 """
 
 from lightning_bayes.arguments import format_value
-from lightning_bayes.likelihoods.classes import Categorical
-
-# isort: split
-# Error messages list the words in the order of these imports.
 from lightning_bayes.likelihoods.base import ClassPredictive, LabelPredictive, Likelihood, Predictive
-from lightning_bayes.likelihoods.classes import Bernoulli
+from lightning_bayes.likelihoods.classes import Bernoulli, Categorical
 from lightning_bayes.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from lightning_bayes.likelihoods.linear_measurement import LinearMeasurement
 from lightning_bayes.likelihoods.outputs import LikelihoodError
