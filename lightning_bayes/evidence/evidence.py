@@ -46,7 +46,10 @@ from lightning_bayes.posterior.gaussian import PosteriorError, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import as_precision
 
+logger = logging.getLogger("lightning_bayes")
+
 EVIDENCES = ("weights", "optimum")
+LARGEST = 1e8  # prior precisions, and factors on the noise, stay within [1/LARGEST, LARGEST]
 Product = Callable[[Tensor], Tensor]
 
 
@@ -128,7 +131,49 @@ def step_length(slope: Tensor, bend: Tensor, room: Tensor) -> Tensor:
     return (2 * room / (-slope + discriminant.sqrt())).clamp(max=1)
 
 
-logger = logging.getLogger("lightning_bayes")
+def linear_gaussian_maximum(posterior: LaplacePosterior) -> tuple[float, float]:
+    """Prior precision `δ` and noise factor `ρ` at the maximum of the exact evidence of a linear Gaussian model, with a
+    noise of at least the training error `s₀`, without which it vanishes on networks that fit their data poorly.
+
+    Let `J` and the residuals be in units of the fitted noise, so that `JᵀJ = H`. With `JJᵀ = U diag(S) Uᵀ`,
+    `ỹ = y − f + J(θ̃ − m)`, `b = Uᵀỹ`, `t = δρ²` and `n` outputs, the best noise for each `t` is known, and one search
+    in `log t` remains:
+
+        q(t) = t Σ bᵢ²/(Sᵢ + t),    ρ²(t) = max(q/n, s₀),    t* = argmax −½ (n log ρ² + q/ρ² + Σ log(1 + Sᵢ/t)).
+
+    All of it comes from the spectrum of `H`: `Jᵀỹ = Hd − g` with `d = θ̃ − m` gives `bᵢ² = (Sᵢdᵢ − gᵢ)²/Sᵢ`.
+    """
+    d, g = posterior.prior.distance(posterior.mean), posterior.loss_gradient()
+    vectors = torch.stack([in_float64(d), in_float64(g)])
+    basis = posterior.eigenbasis(torch.Size(), vectors)
+    if basis is None or basis.vectors is None or posterior.temperature != 1 or posterior.noise_power != -2:
+        raise PosteriorError(
+            "the exact evidence of a linear Gaussian model needs a GGN or Fisher with one prior precision and a "
+            "temperature of 1: fit with structure='full' and the default options"
+        )
+    n, error = posterior.curvature.n_outputs, in_float64(posterior.squared_error).to(basis.values.device)
+    d, g = basis.vectors
+    total = error - 2 * (g * d).sum() + (basis.values * d.square()).sum()  # ‖ỹ‖²
+    kept = basis.values > 0
+    S = basis.values[kept]
+    b2 = (S * d[kept] - g[kept]).square() / S
+    outside = (total - b2.sum()).clamp(min=0)  # of ỹ, which no weights reach
+    counts = basis.counts.expand_as(basis.values)[kept]
+
+    def profile(log_t: Tensor) -> tuple[Tensor, Tensor]:
+        """The evidence, up to a constant, and `ρ²`.  # [k] -> [k], [k]"""
+        t = log_t.exp().unsqueeze(1)
+        q = (t * b2 / (S + t)).sum(1) + outside
+        ρ2 = torch.maximum(q, error) / n
+        return -0.5 * (n * ρ2.log() + q / ρ2 + (counts * (S / t).log1p()).sum(1)), ρ2
+
+    low, high = S.min().log() - 20, S.max().log() + 20
+    for points in (400, *[21] * 9):  # each round keeps two intervals around the best point
+        grid = low + (high - low) * torch.linspace(0, 1, points, dtype=S.dtype, device=S.device)
+        best = int(profile(grid)[0].argmax())
+        low, high = grid[max(best - 1, 0)], grid[min(best + 1, points - 1)]
+    ρ2 = profile(grid)[1][best]
+    return float((grid[best].exp() / ρ2).clamp(1 / LARGEST, LARGEST)), float(ρ2.sqrt())
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,7 +46,7 @@ from torch import Tensor
 from lightning_bayes.arguments import flag, word
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.curvature.fit import check_processes
-from lightning_bayes.evidence.evidence import Evidence, PriorGroups, with_normalised
+from lightning_bayes.evidence.evidence import LARGEST, Evidence, PriorGroups, with_normalised
 from lightning_bayes.evidence.linear_model import LinearModel, check_convex, check_refit, forcing, gradient_norm
 from lightning_bayes.network import DataError, Processes
 from lightning_bayes.network.accumulation import in_float64, number_like
@@ -60,7 +60,6 @@ from lightning_bayes.posterior.prior import per_layer_sums, per_parameter
 
 logger = logging.getLogger("lightning_bayes")
 
-LARGEST = 1e8  # prior precisions, and factors on the noise, stay within [1/LARGEST, LARGEST]
 _BOUND = math.log(LARGEST)
 _SAME = 0.01  # evidences that differ by fewer nats count as equal
 
