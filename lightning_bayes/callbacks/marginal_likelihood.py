@@ -8,7 +8,7 @@ after `B` epochs of burn-in, one exact pass gives the curvature at the current w
 
     log p(D | δ, σ) ≈ log p(D, θ | δ, σ) − ½ log det P(δ, σ)
 
-is climbed in log δ and log σ by Adam, or by MacKay's fixed point. The posterior belongs to the weights and priors with
+is maximised in log δ and log σ by Adam or by MacKay's fixed point. The posterior belongs to the weights and priors with
 the largest evidence.
 
 The loss of the module does not contain the prior. If the loss is `c` times the mean negative log-likelihood of `N`

@@ -312,7 +312,7 @@ def _restore(module: Callable[..., nn.Module], path: str | PathLike[str], checkp
             f"module= is one {type(module).__name__}, but every member needs one of its own: pass the class, or a "
             "function that makes one"
         )
-    if hasattr(module, "load_from_checkpoint"):  # a LightningModule's class, which knows its saved arguments
+    if hasattr(module, "load_from_checkpoint"):  # a LightningModule's class; the checkpoint has its arguments
         return module.load_from_checkpoint(path, map_location="cpu")
     if not callable(module):
         raise TypeError(

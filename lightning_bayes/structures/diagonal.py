@@ -122,7 +122,7 @@ class Diagonal(Structure):
 
 
 class _LazySum(Diagonal):
-    """`diag(values + δ)`, summed on first use; before, a posterior needs no vector beside its mean and curvature."""
+    """`diag(values + δ)`, summed on first use, so that until then a posterior only stores its mean and curvature."""
 
     _terms: tuple[Tensor, Tensor | Callable[[], Tensor]]
 

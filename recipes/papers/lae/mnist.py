@@ -104,7 +104,7 @@ def judge(name: str, method: Method, data: Data, samples: int, seed: int) -> lis
 
 
 def growth(method: Method, z: torch.Tensor, samples: int, seed: int) -> float:
-    """The decoder's σ, averaged over pixels, on the edge of a square around the latent points, over that at them."""
+    """The ratio of the decoder's σ, averaged over pixels, on a square around the latent points to that at them."""
     centre, side = square_around(z)
     edge = torch.cartesian_prod(side, side)
     edge = edge[edge.abs().amax(1) == side[-1]] + centre
