@@ -245,7 +245,29 @@ class Factor:
         return Factor(vectors, values, None, remainder, rank)
 
     def without_matrix(self) -> Factor:
-        return replace(self, full_matrix=None)
+        return self if self.full_matrix is None else replace(self, full_matrix=None)
+
+    @cached_property
+    def live(self) -> Tensor:
+        """The coordinates that `M` does not map to zero. A small image never reaches the others with its padding.
+        # [d], bool"""
+        if self.vectors is None:
+            return self.values.ne(0).any(0)
+        if self.remainder is not None:
+            return self.vectors.ne(0).any(-1).any(0)
+        return (self.vectors.square() @ self.values.unsqueeze(-1)).ne(0).any(0).squeeze(-1)
+
+    def on(self, rows: Tensor) -> tuple[Factor, Tensor] | None:
+        """`M` on some coordinates, with the numbers of the eigenpairs that have entries there; None if one of these has
+        entries elsewhere, too.  # [d], bool"""
+        if self.vectors is None:
+            return None
+        vectors = self.vectors[:, rows]
+        columns = vectors.ne(0).flatten(0, 1).any(0).nonzero().flatten()
+        if self.vectors[:, ~rows][..., columns].any():
+            return None
+        remainder = self.remainder if len(columns) < vectors.shape[1] else None
+        return Factor(vectors[..., columns], self.values[:, columns], None, remainder), columns
 
     def spectrum_in(self, basis: Factor) -> Tensor:
         """`diag(EᵀME)` with the `E` of another factor, as a spectrum of that factor.  # [g, k] or [g, k + 1]"""

@@ -185,13 +185,31 @@ class Kronecker(Structure):
     @cached_outside_graphs
     def _inverse_values(self) -> Tensor:
         """Every prediction needs them."""
-        return self._expand(self.values.reciprocal())
+        return self.left.expand(self.values.reciprocal(), -2)
+
+    @classmethod
+    def _on_nonzero_inputs(cls, blocks: Sequence[Kronecker], a: Tensor) -> tuple[Sequence[Kronecker], Tensor]:
+        """The blocks without the weights that neither the data nor this batch reach."""
+        right = blocks[0].right
+        rows = right.live.to(a.device) | a.ne(0).flatten(0, 2).any(0)
+        restricted = None if _is_most(rows) else right.on(rows)
+        if restricted is None:
+            return blocks, a
+        factor, columns = restricted
+        if factor.remainder is not None:  # the last column of `values`
+            columns = torch.cat([columns, columns.new_tensor([right.values.shape[-1]])])
+        return [block._with_inputs(factor, columns) for block in blocks], a[..., rows]
+
+    def _with_inputs(self, right: Factor, columns: Tensor) -> Kronecker:
+        scaled = replace(right, values=self.right.values[:, columns[: right.values.shape[-1]]])
+        shift = self.shift[..., columns] if isinstance(self.shift, Tensor) and self.shift.ndim else self.shift
+        return replace(self, right=scaled, shift=shift)
 
     @classmethod
     def input_basis(cls, blocks: Sequence[Kronecker], g: Tensor) -> Tensor | None:
         first = blocks[0].right
         same = all(block.right.vectors is first.vectors and block.right.remainder is None for block in blocks)
-        return first.vectors if same and inputs_first(g) else None
+        return first.vectors if same and inputs_first(g) and _is_most(first.live) else None
 
     @classmethod
     def output_covariances(
@@ -200,6 +218,9 @@ class Kronecker(Structure):
         left, right = blocks[0].left, blocks[0].right
         if any(block.left.vectors is not left.vectors for block in blocks):  # their bases differ
             return [cls.output_covariances([block], a, g, form, in_basis)[0] for block in blocks]
+        if not in_basis and right.vectors is not None and not _is_most(right.live):
+            blocks, a = cls._on_nonzero_inputs(blocks, a)
+            right = blocks[0].right
         if form.approximate and not form.joint and cls._differ_by_shifts(blocks):
             shifts = torch.stack([torch.as_tensor(block.shift) for block in blocks])
             λ, μ = (factor.expand(factor.spectrum, -1)[0] for factor in (left, right))
@@ -207,7 +228,8 @@ class Kronecker(Structure):
             a = a if in_basis else rotate_inputs(a, right.rotate)
             return spectrum.covariances(a, rotate_gradients(g, left.rotate), form)
         variances = [block._inverse_values for block in blocks]
-        return rotated_covariances(variances, a, g, form, left.rotate, None if in_basis else right.rotate)
+        tail = 1 if right.remainder is None else right.size
+        return rotated_covariances(variances, a, g, form, left.rotate, None if in_basis else right.rotate, tail)
 
     def input_factor(self, rows: Tensor) -> Factor:
         values = self.left.times_multiplicity(self.values, -2).sum(-2)  # [g, I]
@@ -261,6 +283,11 @@ class Kronecker(Structure):
         return values.flatten()
 
 
+def _is_most(rows: Tensor) -> bool:
+    """Whether so many rows are marked that leaving out the others gains little."""
+    return 4 * int(rows.sum()) > 3 * len(rows)
+
+
 @dataclass(frozen=True, eq=False)
 class EKFAC(Kronecker):
     """`M = (Q_G ⊗ Q_A) diag(Λ + shift) (Q_G ⊗ Q_A)ᵀ`; only the eigenvectors of its factors are used."""
@@ -272,6 +299,9 @@ class EKFAC(Kronecker):
     @property
     def values(self) -> Tensor:
         return self.refitted + self.shift
+
+    def _with_inputs(self, right: Factor, columns: Tensor) -> EKFAC:
+        return replace(super()._with_inputs(right, columns), refitted=self.refitted[..., columns])
 
     def scale(self, factor: float | Tensor) -> EKFAC:
         return replace(self, refitted=self.refitted * factor, shift=self.shift * factor)

@@ -100,16 +100,20 @@ def rotated_covariances(
     form: CovarianceForm,
     left: Rotation | None = None,
     right: Rotation | None = None,
+    tail: int = 1,
 ) -> list[Tensor]:
-    """One covariance for each `W` `[G, O, I]`. `right` and `left` rotate inputs and gradients; None means that they are
-    already rotated. The Jacobian is rotated instead if it is smaller."""
+    """One covariance for each `W` `[G, O, I]`, whose last column is that of the last `tail` columns of `ã`. `right` and
+    `left` rotate inputs and gradients; None means that they are already rotated. The Jacobian is rotated instead if it
+    is smaller."""
     T, I = a.shape[2:]
     if right is not None and inputs_first(g):
         a, right = rotate_inputs(a, right), None
     if left is not None and T <= I:
         g, left = rotate_gradients(g, left), None
     if left is None and right is None and pairs_first(g, form):
-        return _by_pairs(variances, a, g, form)
+        return _by_pairs(variances, a, g, form, tail)
+    if tail > 1:
+        variances = [torch.cat([W[..., :-1], W[..., -1:].expand(*W.shape[:-1], tail)], -1) for W in variances]
     return _by_jacobian(variances, a, g, form, left, right)
 
 
@@ -140,7 +144,7 @@ def _position_pairs(a: Tensor) -> tuple[Tensor, Tensor]:
     return a.square() if T == 1 else a[:, :, first] * a[:, :, second], number
 
 
-def _by_pairs(variances: Sequence[Tensor], a: Tensor, g: Tensor, form: CovarianceForm) -> list[Tensor]:
+def _by_pairs(variances: Sequence[Tensor], a: Tensor, g: Tensor, form: CovarianceForm, tail: int) -> list[Tensor]:
     """One position `t` at a time, with all `u ≥ t`."""
     (G, B, T, I), O = a.shape, g.shape[4]
     few = max(1, PAIRS // (G * T * max(I, O) * a.element_size()))
@@ -151,6 +155,8 @@ def _by_pairs(variances: Sequence[Tensor], a: Tensor, g: Tensor, form: Covarianc
         sums: list[Tensor | float] = [0.0] * len(variances)
         for t in range(T):
             pairs = inputs[:, :, t:] * inputs[:, :, t : t + 1]  # [G, b, u, I]
+            if tail > 1:
+                pairs = torch.cat([pairs[..., :-tail], pairs[..., -tail:].sum(-1, keepdim=True)], -1)
             twice = torch.cat([pairs[:, :, :1], 2 * pairs[:, :, 1:]], 2).flatten(1, 2)  # (t, u) and (u, t)
             for n, W in enumerate(variances):
                 S = (twice @ W.mT).unflatten(1, pairs.shape[1:3])  # [G, b, u, O]
