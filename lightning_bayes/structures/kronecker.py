@@ -66,9 +66,14 @@ class Kronecker(Structure):
         return self.left.can_add_data and self.right.can_add_data
 
     @property
+    def products(self) -> Tensor:
+        """`λ_G λ_Aᵀ`, with the remainder of a factor last.  # [g, O, I]"""
+        return self.left.spectrum.unsqueeze(-1) * self.right.spectrum.unsqueeze(-2)
+
+    @property
     def values(self) -> Tensor:
-        """The eigenvalues `λ_G λ_Aᵀ + shift`, with the remainder of a factor last.  # [g, O, I]"""
-        return self.left.spectrum.unsqueeze(-1) * self.right.spectrum.unsqueeze(-2) + self.shift
+        """The eigenvalues.  # [g, O, I]"""
+        return self.products + self.shift
 
     @property
     def sizes(self) -> str:
@@ -155,7 +160,11 @@ class Kronecker(Structure):
         return self._multiply(positive(self.values).reciprocal(), vectors)
 
     def root_solve(self, vectors: Tensor) -> Tensor:
-        return self._multiply(self._inverse_roots, vectors)
+        if self._low_rank_root is None:
+            return self._multiply(self._inverse_roots, vectors)
+        E_G, E_A, changes, scale = self._low_rank_root
+        V = vectors.unflatten(-1, self.shape)
+        return torch.add(V * scale, E_G @ (changes * (E_G.mT @ (V @ E_A))) @ E_A.mT).flatten(-3)
 
     def logdet(self) -> Tensor:
         log_values = self.right.times_multiplicity(self.values.log(), -1)
@@ -181,6 +190,22 @@ class Kronecker(Structure):
     def _inverse_roots(self) -> Tensor:
         """Every draw needs them, and `positive` waits for the device."""
         return positive(self.values).rsqrt()
+
+    @cached_outside_graphs
+    def _low_rank_root(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """`M^(-1/2) = (E_G ⊗ E_A) diag((λμ + δ)^(-1/2) − δ^(-1/2)) (E_G ⊗ E_A)ᵀ + δ^(-1/2) I`, where `E_G` and `E_A`
+        are the eigenvectors with a `λμ` that does not vanish in rounding beside `δ`. None if these are not few, or if
+        `δ` is not one positive number."""
+        left, right, δ = self.left, self.right, torch.as_tensor(self.shift).to(self.left.values)
+        if left.vectors is None or right.vectors is None or δ.ndim or not δ > 0 or self._is_in_graph:
+            return None
+        seen = self.products > torch.finfo(δ.dtype).eps * δ  # [g, O, I]
+        rows, columns = (seen.any(0).any(dim).nonzero().flatten() for dim in (1, 0))
+        few = 2 * len(columns) <= right.size or 2 * len(rows) <= left.size
+        if not few or any(len(n) and n[-1] >= f.values.shape[-1] for n, f in ((rows, left), (columns, right))):
+            return None  # the last one may be a remainder
+        values = self._inverse_roots[:, rows][..., columns]
+        return left.vectors[..., rows], right.vectors[..., columns], values - δ.rsqrt(), δ.rsqrt()
 
     @cached_outside_graphs
     def _inverse_values(self) -> Tensor:
@@ -297,8 +322,8 @@ class EKFAC(Kronecker):
     refitted: Tensor = field(kw_only=True)  # Λ [g, O, I]
 
     @property
-    def values(self) -> Tensor:
-        return self.refitted + self.shift
+    def products(self) -> Tensor:
+        return self.refitted
 
     def _with_inputs(self, right: Factor, columns: Tensor) -> EKFAC:
         return replace(super()._with_inputs(right, columns), refitted=self.refitted[..., columns])

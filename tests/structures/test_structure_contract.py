@@ -240,6 +240,31 @@ def test_inputs_that_are_always_zero_are_left_out(kind: str, positions: int, rea
     torch.testing.assert_close(found, J @ torch.linalg.inv(block.to_dense()) @ J.mT, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["kronecker", "refitted", "groups", "truncated"])
+def test_root_solve_leaves_directions_below_the_prior_alone(kind: str) -> None:
+    """The root is the symmetric one, and the basis of an eigenspace does not matter."""
+    g, O, I = 2 if kind == "groups" else 1, 6, 8
+    λ, μ = (torch.logspace(-40, 2, n, dtype=F64).expand(g, n).clone() for n in (O, I))
+    λ[:, :4], μ[:, 5:7] = 0, 3  # two eigenspaces
+    Q_G, Q_A = (torch.linalg.qr(random(g, n, n, seed=n))[0] for n in (O, I))
+    turned = [Q_G.clone(), Q_A.clone()]
+    for Q, space in zip(turned, (slice(0, 4), slice(5, 7)), strict=True):
+        n = space.stop - space.start
+        Q[..., space] = Q[..., space] @ torch.linalg.qr(random(n, n, seed=58))[0]
+
+    def block(Q_G: Tensor, Q_A: Tensor) -> Kronecker:
+        right = Factor(Q_A[..., 4:], μ[:, 4:], None, μ.new_zeros(g, 1)) if kind == "truncated" else Factor(Q_A, μ)
+        if kind == "refitted":
+            return EKFAC(Factor(Q_G, λ), right, refitted=λ.unsqueeze(-1) * μ.unsqueeze(-2), shift=0.5)
+        return Kronecker(Factor(Q_G, λ), right, shift=0.5)
+
+    M = block(Q_G, Q_A)
+    values, Q = torch.linalg.eigh(M.to_dense())
+    noise = random(3, M.size, seed=57)
+    torch.testing.assert_close(M.root_solve(noise), noise @ (Q * values.rsqrt()) @ Q.mT, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(block(*turned).root_solve(noise), M.root_solve(noise), rtol=1e-9, atol=1e-10)
+
+
 def test_the_terms_of_an_inverse_add_up_to_it(M: Structure) -> None:
     """For several priors at once, which share what they have in common."""
     matrices = [M.add_prior(0.3), M.add_prior(2.0), M.add_prior(layer_prior(M))]
