@@ -50,8 +50,8 @@ def output_gaussian(
             outputs of the batch, or "marginal" for variances `[B, C]`, which build nothing of size `C²`.
         differentiable: Whether the results keep their graph to `x` and to the weights.
         approximate: Whether several precisions that differ only by scalar priors share sums over groups of eigenvalues
-            (see `structures.output_covariance`). Any number of them then costs little more than one, with an error of
-            about .1 %. What has no such groups (EKFAC, grouped convolutions, one prior per parameter, "joint"
+            (see `structures.output_covariance`). Tens of them then cost less than two, with an error of some
+            tenths of a per cent. What has no such groups (EKFAC, grouped convolutions, one prior per parameter, "joint"
             covariances, a single precision) stays exact.
     """
     B = inputs.batch_size(x)

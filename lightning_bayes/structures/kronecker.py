@@ -326,7 +326,9 @@ class EKFAC(Kronecker):
         return self.refitted
 
     def _with_inputs(self, right: Factor, columns: Tensor) -> EKFAC:
-        return replace(super()._with_inputs(right, columns), refitted=self.refitted[..., columns])
+        block = super()._with_inputs(right, columns)
+        assert isinstance(block, EKFAC)
+        return replace(block, refitted=self.refitted[..., columns])
 
     def scale(self, factor: float | Tensor) -> EKFAC:
         return replace(self, refitted=self.refitted * factor, shift=self.shift * factor)
