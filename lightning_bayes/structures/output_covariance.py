@@ -80,9 +80,6 @@ class CovarianceForm:
 def layer_jacobian(a: Tensor, g: Tensor) -> Tensor:
     """`Σ_t g aᵀ`, in the order of the block.  # [K, B, G·O·I]"""
     K, G, B, T, O = g.shape
-    if O == 1 and a.shape[-1] <= 2:  # of a norm: thousands of tiny products otherwise
-        sums = [torch.linalg.vecdot(g.squeeze(4), column) for column in a.unbind(-1)]  # [K, G, B]
-        return torch.stack(sums, -1).transpose(1, 2).flatten(2)
     rows = g.permute(1, 2, 0, 4, 3).reshape(G, B, K * O, T)
     return (rows @ a).reshape(G, B, K, O, -1).permute(2, 1, 0, 3, 4).flatten(2)
 
