@@ -88,8 +88,8 @@ class LaplaceCallback(PosteriorCallback):
     Args:
         likelihood: "classification", "binary" or "regression", or a `Likelihood`.
 
-        structure: "kron", "ekfac" (a second pass), "diag", "full" or "lowrank" (several passes), or an option such as
-            `Kron(rank="auto")`; for a `Subnetwork`, "kron" is "full".
+        structure: "auto" ("full" for a small regression, otherwise "kron"), "kron", "ekfac" (a second pass), "diag",
+            "full" or "lowrank" (several passes), or an option such as `Kron(rank="auto")`; for a `Subnetwork`, "full".
         subset: "all", "last_layer", "auto" (all, unless predictions would take more than about 20 forward passes; then
             the last layer), a list of parameter or module names, or a `Subnetwork`.
         curvature: "auto", "ggn", "fisher_mc" (or `FisherMC(samples=3)`) or "empirical_fisher"; see `fit_laplace`.
@@ -116,7 +116,7 @@ class LaplaceCallback(PosteriorCallback):
         self,
         likelihood: str | Likelihood = "classification",
         *,
-        structure: StructureWord | StructureOption = "kron",
+        structure: StructureWord | StructureOption = "auto",
         subset: SubsetWord | list[str] | Subnetwork = "all",
         curvature: CurvatureWord | FisherMC = "auto",
         prior_precision: float | list[float] = 1.0,
@@ -237,7 +237,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def _report(self, trainer: Trainer | None, posterior: LaplacePosterior, of: str = "") -> None:
         blocks = block_summary(posterior.curvature.structure)
-        what = f"{self.structure.kind} posterior over {posterior.subset.size} weights{of}"
+        what = f"{posterior.curvature.structure.word} posterior over {posterior.subset.size} weights{of}"
         what += f" ({blocks})" if blocks else ""
         if self.options.curvature == "auto" and posterior.curvature.kind != "ggn":  # for outputs at many positions
             what += f", by curvature={posterior.curvature.kind!r}"

@@ -30,10 +30,11 @@ from lightning_bayes.network.adapters import Sequences
 from lightning_bayes.network.borrowed import borrowed, preserved_rng, unwrap
 from lightning_bayes.network.errors import check_network
 from lightning_bayes.network.inputs import WholeInput, explained
-from lightning_bayes.network.loaders import ProgressLoader, check_loader, reads_once
+from lightning_bayes.network.loaders import ProgressLoader, check_loader, n_examples, reads_once
 from lightning_bayes.network.output import output_of, read_as, unwrap_output, wrap_output
 from lightning_bayes.network.subset import check_subset, resolve_subset
 from lightning_bayes.options.fit import (
+    AutoStructure,
     CurvatureWord,
     FisherMC,
     LowRank,
@@ -94,8 +95,8 @@ def fit_curvature(
         dry_run: check the fit without its expensive parts: factors are not decomposed, a low rank is 1, and "ggn" is
             "fisher_mc" for many outputs. The result is not a curvature.
     """
-    structure = structure_option(structure)
-    estimate, samples = curvature_estimate(curvature, structure)
+    form = structure_option(structure)
+    estimate, samples = curvature_estimate(curvature, form)
     if not isinstance(subset, Subset):
         check_subset(subset)
     flag("progress", progress)
@@ -106,7 +107,7 @@ def fit_curvature(
     likelihood, read = resolve(likelihood), output_option(output)
     network = read_as(check_network(unwrap(network)), read.output, read.class_dim)
     check_loader(loader)
-    check_passes(structure, loader)
+    check_passes(form, loader)
     normalised: tuple[str, ...] = ()
     with ExitStack() as stack:
         stack.enter_context(preserved_rng(inputs.device_of(network)))
@@ -119,22 +120,27 @@ def fit_curvature(
                 yield _prepare(network, batch)
 
         def make_sum(x: Any, y: Tensor | None = None) -> BatchSum:
-            nonlocal normalised, network
+            nonlocal normalised, network, form
             chosen = choose_subset(network, x, subset)
             if y is not None:
                 network = read_by_targets(network, x, y, likelihood)
             stack.enter_context(borrowed(network, chosen.names))
             plan = make_plan(network, x, chosen)
+            if isinstance(form, AutoStructure):
+                n = n_examples(loader, processes)
+                scales_noise = likelihood.tunable_noise is not None and not likelihood.has_probs
+                form = form.resolve(scales_noise, chosen.size, None if n is None else n * plan.n_outputs)
+                logger.info("structure='auto' is %r for %d weights", form.kind, chosen.size)
             total: ColumnSum | DiagonalSum | LowRankSum
-            if structure.method != "exact":
-                total = DiagonalSum(network, chosen, likelihood, structure.method)
+            if form.method != "exact":
+                total = DiagonalSum(network, chosen, likelihood, form.method)
             else:
                 fisher = Fisher(choose_curvature(estimate, likelihood, plan.output_shape, dry_run), samples, seed)
-                if isinstance(structure, LowRank):
-                    total = LowRankSum(network, plan, likelihood, fisher, structure.rank, dry_run)
+                if isinstance(form, LowRank):
+                    total = LowRankSum(network, plan, likelihood, fisher, form.rank, dry_run)
                 else:
-                    factors = FactorOptions(structure.updatable, structure.rank, dry_run, progress)
-                    kind, sharing = structure.kind, structure.weight_sharing
+                    factors = FactorOptions(form.updatable, form.rank, dry_run, progress)
+                    kind, sharing = form.kind, form.weight_sharing
                     total = ColumnSum(network, plan, likelihood, kind, sharing, fisher, factors)
             describe(total.blocks())
             normalised = normalised_layers(network, x, chosen)
@@ -149,8 +155,8 @@ def fit_curvature(
             fitted,
             normalised=normalised,
             output=output_of(network),
-            weight_sharing=structure.weight_sharing,
-            hessian=structure.method,
+            weight_sharing=form.weight_sharing,
+            hessian=form.method,
             samples=samples,
             seed=seed,
         )

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import length_hint
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm.auto import tqdm  # Lightning depends on it, so it is always installed
 
 from lightning_bayes.arguments import format_value
 from lightning_bayes.network import inputs
 from lightning_bayes.network.errors import DataError
+from lightning_bayes.network.processes import Processes
 
 
 def check_loader(loader: Any, name: str = "loader", batches: str = "(x, y) batches") -> Any:
@@ -32,6 +33,19 @@ def check_loader(loader: Any, name: str = "loader", batches: str = "(x, y) batch
 def reads_once(loader: Any) -> bool:
     """Whether a loader, or the loader that it wraps, is an iterator and yields its batches only once."""
     return isinstance(loader, Iterator) or getattr(loader, "reads_once", False)
+
+
+def n_examples(loader: Any, processes: Processes | None = None) -> int | None:
+    """The number of examples of a loader, or of the loader that it wraps, over all processes; None, on all of them, if
+    it is unknown."""
+    if (known := getattr(loader, "n_examples", None)) is not None:
+        return int(known)
+    if processes is not None and processes.size > 1:
+        return None
+    if isinstance(loader, (list, tuple)) and all(isinstance(batch, (list, tuple)) for batch in loader):
+        return sum(len(batch[-1]) for batch in loader)
+    sampler = loader.sampler if isinstance(loader, DataLoader) else None
+    return len(sampler) if isinstance(sampler, Sized) else None
 
 
 class Bar(Protocol):
@@ -77,6 +91,10 @@ class _LoaderWrapper:
     @property
     def reads_once(self) -> bool:
         return reads_once(self._loader)
+
+    @property
+    def n_examples(self) -> int | None:
+        return getattr(self._loader, "n_examples", None)
 
 
 class ProgressLoader(_LoaderWrapper):

@@ -5,6 +5,7 @@ A word stands for an option with its defaults: `structure="kron"` is `Kron()`, `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
@@ -21,12 +22,15 @@ from lightning_bayes.arguments import (
     word,
 )
 
-StructureWord = Literal["kron", "ekfac", "diag", "full", "lowrank"]
+StructureWord = Literal["auto", "kron", "ekfac", "diag", "full", "lowrank"]
 SubsetWord = Literal["auto", "all", "last_layer"]
 CurvatureWord = Literal["auto", "ggn", "fisher_mc", "empirical_fisher"]
 WeightSharing = Literal["expand", "reduce"]
 Damping = Literal["glm", "ritter"]
 DiagonalMethod = Literal["exact", "approx", "mixed", "auto"]
+
+
+LARGEST_FULL = 2**26  # numbers in the rows of a full matrix that `structure="auto"` makes
 
 
 class StructureOption:
@@ -42,6 +46,29 @@ class StructureOption:
     damping: str | None = None
     updatable: bool = False
     method: str = "exact"
+
+
+@dataclass(frozen=True)
+class AutoStructure(StructureOption):
+    """`Full` for a regression if it is small, `Kron` otherwise: exactness improves the noise of a regression and its
+    prior, but not the probabilities of classes.
+
+    Args:
+        largest: the number of weights, or of outputs of all training examples, up to which a regression is small.
+    """
+
+    kind = "auto"
+    sums_with_prior = True
+
+    largest: int = 2000
+
+    def __post_init__(self) -> None:
+        count("largest", self.largest)
+
+    def resolve(self, scales_noise: bool, weights: int, outputs: int | None) -> StructureOption:
+        """The structure for these weights and outputs of all examples (None if they cannot be counted)."""
+        n = min(weights, math.inf if outputs is None else outputs)
+        return Full() if scales_noise and n <= self.largest and n * weights <= LARGEST_FULL else Kron()
 
 
 @dataclass(frozen=True)
@@ -151,7 +178,9 @@ class FisherMC:
         count("samples", self.samples)
 
 
-STRUCTURES: dict[str, type[StructureOption]] = {kind.kind: kind for kind in (Kron, EKFAC, Diag, Full, LowRank)}
+STRUCTURES: dict[str, type[StructureOption]] = {
+    kind.kind: kind for kind in (AutoStructure, Kron, EKFAC, Diag, Full, LowRank)
+}
 
 
 def register_structure(word: str, passes: int) -> None:

@@ -74,10 +74,13 @@ class LaplaceOptions:
                 raise SubsetError(
                     "single weights of a layer have no EKFAC form: use structure='full' or 'diag' for a subnetwork"
                 )
-            chosen = Full() if chosen.kind == "kron" else chosen
+            chosen = Full() if chosen.kind in ("kron", "auto") else chosen
+        given = prior_option(prior)
+        if chosen.kind == "auto" and isinstance(given.posterior, GaussianPosterior):
+            chosen = structure_option(given.posterior.precision.word or "kron")  # that can be added to it
         δ = plain_values(prior_precision)
         points = gp if gp is None or isinstance(gp, GP) else GP(points=count("gp", gp))
-        return LaplaceOptions(chosen, plain_values(subset), curvature, δ, prior_option(prior), points)
+        return LaplaceOptions(chosen, plain_values(subset), curvature, δ, given, points)
 
     def __post_init__(self) -> None:
         curvature_estimate(self.curvature, self.structure)
@@ -152,7 +155,7 @@ def fit_laplace(
     loader: Iterable[Any],
     likelihood: str | Likelihood = "classification",
     *,
-    structure: StructureWord | StructureOption = "kron",
+    structure: StructureWord | StructureOption = "auto",
     subset: SubsetWord | Sequence[str] | Tensor | Subnetwork = "all",
     curvature: CurvatureWord | FisherMC = "auto",
     prior_precision: float | Tensor | Sequence[float] = 1.0,
@@ -172,7 +175,8 @@ def fit_laplace(
         loader: an iterable of `(x, y)`, of dicts with `labels`, or of graphs.
         likelihood: "classification", "binary", "regression", or a `Likelihood` such as `Gaussian(noise_std=0.3)`.
         structure: "kron", "ekfac" (a second pass), "diag", "full" or "lowrank" (several passes), or an option such as
-            `Kron(rank="auto")`. A `Subnetwork` has no Kronecker form: "kron" is then "full".
+            `Kron(rank="auto")`. "auto" is "full" for a regression with at most 2,000 weights, or outputs over all
+            training examples, and "kron" otherwise. For a `Subnetwork`, "kron" and "auto" are "full".
         subset: "all", "last_layer", "auto" (all, unless predictions would take more than about 20 forward passes; then
             the last layer), a list of parameter names, a mask over the weights, or a `Subnetwork`.
         curvature: "ggn", "fisher_mc" (or `FisherMC(samples=3)`), "empirical_fisher", or "auto": "ggn", but "fisher_mc"

@@ -8,11 +8,14 @@ the best, where the error is that of paired differences, the smallest precision 
 choice. A prior `N(0, 1/10)` on `log T`, worth ten pseudo-examples, prevents extreme temperatures from few examples.
 Without held-out data, the evidence at the linear model's optimum chooses.
 
-**Real targets.** The evidence chooses the prior at a fixed noise, the training RMSE. Held-out data then multiply `σ²`
-by the mean of `(y − m)²/v` and divide `δ` by it, which multiplies the predictive variance by that factor and maximises
-the held-out likelihood at this ratio of prior to noise. The training error is a lower bound of the noise, so the factor
-is at least one. If the network predicts the noise, or the training error is unknown, the rule for classes applies, with
-a factor on the variance as the temperature.
+**Real targets.** With a full matrix, the prior and the noise are those with the largest evidence of the linear model,
+among noises of at least the training RMSE (see `least_squares`). Held-out data multiply the predictive variance by a
+factor `c` (`σ²` by `c`, `δ` by `1/c`) that minimises `½ Σ (log c + (y − m)²/(cv)) + ½ a (½ log c)²`; the prior on
+`½ log c`, worth about 50 examples, prevents extreme factors.
+
+With another structure, whose evidence would choose too much noise, the noise is the training RMSE while the evidence
+chooses the prior, and `c ≥ 1` is the mean of `(y − m)²/v`. If the network predicts the noise, or the training error is
+unknown, the rule for classes applies, with a factor on the variance as the temperature.
 
 **A low rank.** The evidence misses the omitted curvature, and its prior is too wide. Held-out data choose among all
 priors that are not wider; for a regression, they choose the best, each with its own factor.
@@ -32,7 +35,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.evidence.evidence import Evidence
-from lightning_bayes.evidence.tuning import linear, marglik
+from lightning_bayes.evidence.tuning import least_squares, linear, marglik
 from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.network.output import output_of
 from lightning_bayes.options.predictive import MAP, PredictiveOption
@@ -55,6 +58,7 @@ logger = logging.getLogger("lightning_bayes")
 PRIORS = tuple(float(δ) for δ in torch.logspace(-4, 4, 25, dtype=torch.float64, device="cpu"))
 AS_IT_IS = LOG_TEMPERATURES.index(0.0)
 DOUBT = 10.0  # the precision of log T
+NOISE_DOUBT = 100.0  # the precision of ½ log c
 EVERY = slice(None)
 
 
@@ -92,6 +96,8 @@ def without_held_out_data(posterior: LaplacePosterior) -> LaplacePosterior:
 
 def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
     """The posterior with the prior, and for a regression the noise, that the training data choose."""
+    if _has_exact_evidence(posterior):
+        return least_squares(posterior)
     if posterior.likelihood.tunable_noise is not None:
         return marglik(_with_training_noise(posterior), noise=False)
     at_optimum = posterior.likelihood.has_probs and posterior.knows_optimum
@@ -204,8 +210,11 @@ class NoiseChoice(Choice):
         return self.errors.ratio.shape[1]
 
     def on(self, examples: slice = EVERY) -> LaplacePosterior:
-        factors = self.errors.ratio[:-1, examples].mean(1)  # [D]
-        s = factors.clamp(min=1.0) if self.tune else factors
+        ratio = self.errors.ratio[:-1, examples]
+        s = ratio.mean(1)  # [D]
+        if self.tune:
+            exact = _has_exact_evidence(self.candidates[0])
+            s = _doubted_factors(ratio * self.errors.outputs, self.errors.outputs) if exact else s.clamp(min=1.0)
         nll = self.errors.nll(s)[:-1, :, examples].mean(-1).diagonal()  # each at its own factor [D]
         row = int(nll.nan_to_num(torch.inf).argmin())
         chosen, factor = self.candidates[row], float(s[row])
@@ -224,6 +233,25 @@ def _has_noise(posterior: LaplacePosterior) -> bool:
     """Whether the noise can be tuned: the curvature scales with it, and the training error is known."""
     scales = posterior.likelihood.tunable_noise is not None and posterior.noise_power == -2 and posterior.has_exact_sum
     return scales and posterior.curvature.knows_likelihood
+
+
+def _has_exact_evidence(posterior: LaplacePosterior) -> bool:
+    """Whether the evidence of the linear model is that of a linear regression, in closed form."""
+    curvature = posterior.curvature
+    exact = curvature.structure.word == "full" and curvature.kind == "ggn" and posterior.temperature == 1
+    return exact and _has_noise(posterior) and posterior.knows_optimum and posterior.prior.precision is None
+
+
+def _doubted_factors(errors: Tensor, C: int) -> Tensor:
+    """`c` of `[D]` candidates from `C (y − m)²/v` `[D, N]`, by Newton's method in `l = log c`; the slope is increasing
+    in `l`."""
+    R, n = errors.sum(1), errors.shape[1] * C
+    log_c = torch.zeros_like(R)
+    for _ in range(100):
+        weighted = R * (-log_c).exp()
+        slope, bend = 0.5 * (n - weighted) + NOISE_DOUBT / 4 * log_c, 0.5 * weighted + NOISE_DOUBT / 4
+        log_c = log_c - (slope / bend).clamp(-1, 1)
+    return log_c.exp()
 
 
 def _with_training_noise(posterior: LaplacePosterior) -> LaplacePosterior:

@@ -66,6 +66,7 @@ class ExactPass:
     module: LightningModule
     trainer: Trainer | None
     stage: Literal["train", "val"] = "train"
+    n_examples: int | None = None  # over all processes, if it is known
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         for batch in self.loader:
@@ -124,7 +125,8 @@ def exact_pass(
         raise DataError("the data are empty: at least one example is needed")
     own_indices = indices[processes.rank :: processes.size]
     probe = _rebuild(loader, indices[:1] if size is None else indices[:3], size and 3)
-    return ExactPass(_rebuild(loader, own_indices, size), probe, module, trainer)
+    n_examples = None if size is None else len(indices)
+    return ExactPass(_rebuild(loader, own_indices, size), probe, module, trainer, n_examples=n_examples)
 
 
 def validation_pass(trainer: Trainer | None, module: LightningModule, loaders: Any = None) -> ExactPass:

@@ -122,13 +122,13 @@ def test_without_calibration_priors_are_compared_as_they_are() -> None:
     assert choice_of(nll, calibrate=False).on().calibrations == ()
 
 
-def test_a_regression_has_the_training_error_as_noise_and_the_prior_of_its_evidence() -> None:
-    posterior, batches = fitted("real")
+def test_a_regression_with_kronecker_factors_has_the_training_error_as_noise_and_the_prior_of_its_evidence() -> None:
+    posterior, batches = fitted("real", structure="kron")
     tuned = posterior.tune_prior("auto")
     x, y = real(20, 3), targets("real", posterior.network(real(20, 3)).detach(), 2)
     rmse = (y - posterior.network(x)).detach().square().mean().sqrt()
     assert float(tuned.likelihood.noise_std) == pytest.approx(float(rmse))  # type: ignore[attr-defined]
-    expected = fit_laplace(posterior.network, [(x, y)], Gaussian(float(rmse))).tune_prior(
+    expected = fit_laplace(posterior.network, [(x, y)], Gaussian(float(rmse)), structure="kron").tune_prior(
         Tuning("marglik", noise=False)
     )
     torch.testing.assert_close(tuned.prior_precision, expected.prior_precision, rtol=1e-3, atol=0)
@@ -142,6 +142,24 @@ def test_a_regression_has_the_training_error_as_noise_and_the_prior_of_its_evide
     torch.testing.assert_close(scaled.predict(x).variance, factor * before.variance)
     small = [(x, before.mean)]
     torch.testing.assert_close(posterior.tune_prior("auto", small).predict(x).variance, before.variance)
+
+
+def test_held_out_data_scale_the_variance_of_an_exact_regression_by_the_best_doubted_factor() -> None:
+    posterior, batches = fitted("real")
+    assert posterior.curvature.structure.word == "full"  # few weights
+    x, y = (torch.cat(part) for part in zip(*batches, strict=True))
+    for shift in (0.0, 3.0):  # targets as expected, and far away
+        held_out = [(x, y + shift)]
+        before = posterior.tune_prior("auto").predict(x)
+        r = ((y + shift - before.mean).square() / before.variance).sum()
+
+        def loss(l: float, r: Tensor = r) -> float:
+            return float(0.5 * (y.numel() * l + r * math.exp(-l))) + 50 * (0.5 * l) ** 2
+
+        tuned = posterior.tune_prior("auto", held_out).predict(x)
+        factor = float((tuned.variance / before.variance).mean())
+        torch.testing.assert_close(tuned.variance, factor * before.variance)
+        assert loss(math.log(factor)) <= min(loss(math.log(factor) + d) for d in (-1e-3, 1e-3, -1.0, 1.0))
 
 
 def test_without_held_out_data_classes_have_the_evidence_of_the_linear_model() -> None:
