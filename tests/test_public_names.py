@@ -123,7 +123,7 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
         "network": REQUIRED,
         "loader": REQUIRED,
         "likelihood": "classification",
-        "structure": "kron",
+        "structure": "auto",
         "subset": "all",
         "curvature": "auto",
         "prior_precision": 1.0,
@@ -218,7 +218,7 @@ KEYWORDS: dict[Any, dict[str, Any]] = {
     fit_laplace: {"gp": None, "output": None, "seed": 0, "progress": False},
     LaplaceCallback: {
         **USING,
-        "structure": "kron",
+        "structure": "auto",
         "subset": "all",
         "curvature": "auto",
         "prior_precision": 1.0,
@@ -409,7 +409,7 @@ def fit(**arguments: Any) -> LaplacePosterior:
 
 # The call, and what it takes.
 WORDS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
-    "structure": (lambda word: fit(structure=word), ["kron", "full", "diag", "ekfac", "lowrank"]),
+    "structure": (lambda word: fit(structure=word), ["auto", "kron", "full", "diag", "ekfac", "lowrank"]),
     "subset": (lambda word: fit(subset=word), ["all", "last_layer", ["bias"], Subnetwork(3)]),
     "by of Subnetwork": (lambda word: Subnetwork(3, word), ["laplace_diag", "magnitude", "random"]),
     "curvature": (lambda word: fit(curvature=word), ["auto", "ggn", "fisher_mc", "empirical_fisher"]),

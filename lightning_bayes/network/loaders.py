@@ -43,7 +43,7 @@ def n_examples(loader: Any, processes: Processes | None = None) -> int | None:
     if processes is not None and processes.size > 1:
         return None
     if isinstance(loader, (list, tuple)) and all(isinstance(batch, (list, tuple)) for batch in loader):
-        return sum(len(batch[-1]) for batch in loader)
+        return sum(len(y) if isinstance(y := batch[-1], Tensor) and y.ndim else 1 for batch in loader)
     sampler = loader.sampler if isinstance(loader, DataLoader) else None
     return len(sampler) if isinstance(sampler, Sized) else None
 

@@ -4,6 +4,7 @@ from lightning_bayes.arguments import to_plain
 from lightning_bayes.options.callback import Memory
 from lightning_bayes.options.fit import (
     EKFAC,
+    AutoStructure,
     Diag,
     FisherMC,
     FitData,
@@ -23,6 +24,7 @@ __all__ = [
     "GLM",
     "GP",
     "MAP",
+    "AutoStructure",
     "Diag",
     "FisherMC",
     "FitData",

@@ -249,7 +249,7 @@ trained(
     module=Of(lambda t: L.Trainer(**_unused), "Trainer"),
 )
 trained("struktur", "kron", "fit has no argument 'struktur'", "did you mean 'structure'?", error=TypeError)
-trained("structure", "kfca", "unknown structure 'kfca': use one of 'kron'")
+trained("structure", "kfca", "unknown structure 'kfca': use one of 'auto'")
 trained(
     "data",
     "clean",

@@ -12,7 +12,8 @@ import yaml
 from helpers.processes import environment
 from helpers.programs import run_program
 
-from lightning_bayes import Diag, Gaussian, Kron, L2MCallback, LaplaceCallback, Subnetwork
+from lightning_bayes import Diag, Gaussian, L2MCallback, LaplaceCallback, Subnetwork
+from lightning_bayes.options import AutoStructure
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
@@ -55,7 +56,7 @@ def own(cli: Any) -> list[Any]:
 @CLI_NOTICE
 def test_the_words_of_the_command_line(command_line: Any, tmp_path: Path) -> None:
     (plain,) = own(command_line())
-    assert (type(plain), plain.structure) == (LaplaceCallback, Kron())
+    assert (type(plain), plain.structure) == (LaplaceCallback, AutoStructure())
     typed = [line.split("#")[0].split()[4:] for line in block("bash", "laplace.yaml").splitlines()]
     (other,) = own(command_line(*next(line for line in typed if "structure" in str(line))[1:]))
     assert other.structure == Diag()
