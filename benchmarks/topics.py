@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import (
+    cost,
     curvature,
     dense,
     diagonal,
@@ -34,7 +35,7 @@ from benchmarks.rows import Row
 TOPICS: dict[str, Any] = {
     module.__name__.rsplit(".", 1)[-1]: module
     for module in (
-        *(curvature, resnet18, predictive, many_classes, distributed, variational, online_step, diagonal, l2m),
+        *(curvature, resnet18, cost, predictive, many_classes, distributed, variational, online_step, diagonal, l2m),
         *(swag, on_top),
         *(first_draw, growth),
         *(dense, evidence, input_gradients, subnetwork, lora),
