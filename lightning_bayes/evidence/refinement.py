@@ -47,6 +47,7 @@ from lightning_bayes.posterior.at_mean import linearised_outputs, outputs
 from lightning_bayes.posterior.gaussian import PosteriorError, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import per_parameter
+from lightning_bayes.structures import Dense
 
 logger = logging.getLogger("lightning_bayes")
 
@@ -142,8 +143,8 @@ class _Variational:
     def __init__(self, posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], samples: int, seed: int) -> None:
         self._prior_precision = δ = posterior.prior_precision
         self._is_full = posterior.curvature.structure.word == "full"
-        if self._is_full and posterior.prior.precision is None:
-            # With a prior per weight, a full matrix uses a Cholesky factor, much faster than the eigenvalues that
+        if isinstance(posterior.curvature.structure, Dense) and posterior.prior.precision is None:
+            # With a prior per weight, a dense matrix uses a Cholesky factor, much faster than the eigenvalues that
             # serve several priors.
             posterior = posterior.with_prior(per_parameter(δ, posterior.subset).expand(posterior.subset.size))
         self._posterior, self._samples, self._seed = posterior, samples, seed
