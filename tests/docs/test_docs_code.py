@@ -106,6 +106,15 @@ def test_metrics() -> None:
     assert names["ax"].get_xlabel() == "confidence"
 
 
+def test_unknown_inputs() -> None:
+    x, y = torch.randn(90, 4), torch.arange(90) % 3
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    train, held_out = ([(x[part], y[part])] for part in (slice(0, 30), slice(30, 90)))
+    names = run_page(DOCS / "unknown.md", network=network, train_loader=train, val_loader=held_out, x=x[:5])
+    torch.testing.assert_close(names["prediction"].novelty, names["posterior"].novelty(x[:5]))
+    assert names["alarm"].shape == (5,)
+
+
 def test_conformal() -> None:
     names = run_page(DOCS / "conformal.md")
     assert 0 < len(names["kept"]) < 500

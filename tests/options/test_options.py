@@ -18,6 +18,7 @@ from lightning_bayes.options import (
     GLM,
     GP,
     MAP,
+    AutoStructure,
     Diag,
     FisherMC,
     FitData,
@@ -60,6 +61,7 @@ COUNTS, POSITIVES, FLAGS = (
 )
 DRAWS = {"samples": COUNTS}
 CASES: dict[type, Case] = {
+    AutoStructure: Case(structure_option, {"largest": 2000}, "auto", {"largest": 50}, {"largest": COUNTS}),
     Full: Case(structure_option, {}, "full"),
     Kron: Case(
         structure_option,
@@ -266,3 +268,20 @@ def test_no_public_callable_takes_too_many_arguments() -> None:
     assert found["fit_laplace"] <= 14
     assert found["GaussianPosterior.predict"] <= 8
     assert {kind: len(fields(kind)) for kind in CASES if len(fields(kind)) > 20} == {}
+
+
+@pytest.mark.parametrize(
+    ("scales_noise", "weights", "outputs", "kind"),
+    [
+        (True, 100, 10_000, "full"),  # few weights
+        (True, 10_000, 1000, "full"),  # few outputs
+        (True, 10_000, 5000, "kron"),
+        (True, 10_000, None, "kron"),  # data that cannot be counted
+        (True, 10_000_000, 1000, "kron"),  # rows that would take too much memory
+        (False, 100, 100, "kron"),  # classes
+    ],
+)
+def test_the_full_matrix_is_for_small_regressions(
+    scales_noise: bool, weights: int, outputs: int | None, kind: str
+) -> None:
+    assert AutoStructure().resolve(scales_noise, weights, outputs).kind == kind
