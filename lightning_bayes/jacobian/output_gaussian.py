@@ -125,6 +125,25 @@ def _concatenated(parts: list[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, lis
     return torch.cat(means), [torch.cat(of_precision) for of_precision in zip(*covariances, strict=True)]
 
 
+def selected_covariances(network: nn.Module, plan: Plan, precision: Structure, x: Any, outputs: Tensor) -> Tensor:
+    """The covariances of some outputs of each example, by their numbers `outputs` `[B, m]`.  # [B, m, m]"""
+    B, m = outputs.shape
+    few = max(1, 4 * MEMORY // (8 * m * max(plan.n_activations, plan.n_outputs, 1)))
+    if few < B:
+        starts = range(0, B, few)
+        parts = [(inputs.take(network, x, slice(n, n + few)), outputs[n : n + few]) for n in starts]
+        return torch.cat([selected_covariances(network, plan, precision, *part) for part in parts])
+    jacobian = LayerJacobian(network, plan, x)
+    if jacobian.matched.mixed and B > 1:
+        examples = zip(inputs.take_each(network, x), outputs.split(1), strict=True)
+        return torch.cat([selected_covariances(network, plan, precision, *example) for example in examples])
+    f = jacobian.f
+    columns = nn.functional.one_hot(outputs.mT, plan.n_outputs).to(f.dtype).reshape(m, *f.shape)
+    gradients = jacobian.gradients_along(columns)
+    with torch.no_grad():
+        return gradients.covariances([precision], CovarianceForm("example"))[0]
+
+
 class LayerJacobian(Jacobian):
     """The Jacobian with a plan, which also gives its rows and its factors, layer by layer."""
 
@@ -147,9 +166,13 @@ class LayerJacobian(Jacobian):
 
     def gradients(self, start: int, stop: int) -> OutputGradients:
         """The gradients of the outputs `start:stop` of every example."""
-        f, matched = self.f, self.matched
+        f = self.f
         picks = torch.eye(self.n_outputs, dtype=f.dtype, device=f.device)[start:stop]
-        columns = picks.reshape(-1, 1, *f.shape[1:]).expand(-1, *f.shape)  # column k picks output start + k
+        return self.gradients_along(picks.reshape(-1, 1, *f.shape[1:]).expand(-1, *f.shape))
+
+    def gradients_along(self, columns: Tensor) -> OutputGradients:
+        """The gradients of `K` sums of every example's outputs with these weights `[K, B, ...]`."""
+        f, matched = self.f, self.matched
         of_layers = self._layer_gradients(f, matched.used, columns, matched.plain) if matched.used else []
         return OutputGradients(self, len(columns), of_layers, self._unmatched(columns))
 

@@ -3,7 +3,7 @@
 
 - `glm`: the outputs of the linearised network (GLM paper, eqs. (10) and (13)), whose exact Hessian is the GGN: a
   Gaussian in closed form. With many outputs (1,000 classes, images) it is sampled by forward-mode products with weight
-  samples, so neither cost nor memory grows with the square of the outputs.
+  samples, or by its likeliest classes (see `draws`), so neither cost nor memory grows with the square of the outputs.
 - `bnn`: the outputs of the network itself at weight samples (eq. (9)).
 - `map`: the network's own outputs, without uncertainty.
 - `gp`: the outputs of the linearised network in function space (eqs. (15) and (16)), conditioned on training points: a
@@ -34,7 +34,14 @@ from lightning_bayes.posterior.at_mean import outputs
 from lightning_bayes.posterior.function_space import process_gaussian
 from lightning_bayes.posterior.gaussian import Calibration, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.predictive.draws import RunningMoments, each_function, sample_functions
+from lightning_bayes.predictive.draws import (
+    SHARED,
+    RunningMoments,
+    class_draws,
+    each_function,
+    has_leading_classes,
+    sample_functions,
+)
 from lightning_bayes.predictive.novelty import find_novelty, novelty_p
 from lightning_bayes.predictive.prediction import Prediction, TensorFields
 
@@ -151,7 +158,10 @@ def output_law(
     shifted = linear and posterior.shift is not None
     mean = posterior.shifted(x, differentiable) if shifted else outputs(posterior, x, differentiable)
     draws: Tensor | FunctionDraws
-    if n * mean.numel() * mean.element_size() <= KEPT:
+    size = n * mean.numel() * mean.element_size()
+    if linear and not differentiable and has_leading_classes(posterior, x, mean) and size <= SHARED:
+        draws = class_draws(posterior, x, mean, n, generator)
+    elif size <= KEPT:
         draws = sample_functions(posterior, x, n, generator, linear, differentiable)
     elif differentiable:
         raise PosteriorError(

@@ -13,10 +13,12 @@ from predictive_cases import linearised_draws
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_bayes import GLM, Categorical, LaplacePosterior, fit_laplace
+from lightning_bayes import GLM, Categorical, LaplacePosterior, Prediction, fit_laplace
+from lightning_bayes.jacobian.output_gaussian import selected_covariances
 from lightning_bayes.jacobian.products import Jacobian
+from lightning_bayes.likelihoods.outputs import draw_gaussian
 from lightning_bayes.predictive import draws, sample_functions
-from lightning_bayes.predictive.predict import MANY
+from lightning_bayes.predictive.predict import MANY, output_law
 
 C = MANY + 6
 X, TOKENS = real(9, 3), torch.arange(36).reshape(9, 4) % 7
@@ -241,3 +243,54 @@ def test_a_temperature_is_applied_without_the_split() -> None:
     posterior = fit_laplace(made(lambda: nn.Linear(3, 3)), [(X, Y % 3)], Categorical()).calibrate([(X, Y % 3)])
     whole, alone = posterior.predict(X), posterior.predict(X, split=False)
     torch.testing.assert_close(alone.probs, whole.probs, rtol=0, atol=0)
+
+
+# -- many classes ------------------------------------------------------------------------------------------------------
+
+
+def many_classes(C: int = 400) -> tuple[LaplacePosterior, Tensor]:
+    """A posterior, and inputs of which some have a few likely classes and some have many."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 12), nn.Tanh(), nn.Linear(12, C)).double()
+    with torch.no_grad():
+        network[2].weight.mul_(20)
+    x = real(200, 3)
+    posterior = fit_laplace(network, [(x, network(x).argmax(1))], structure="kron", prior_precision=200.0)
+    return posterior, torch.cat([2 * real(8, 3, seed=3), 1e-3 * real(3, 3, seed=4)])
+
+
+def test_leading_classes_agree_with_many_draws_of_the_exact_gaussian() -> None:
+    """Where they hold the mass, within the error of as many functions; other inputs get these functions."""
+    posterior, x = many_classes()
+    mean, Σ = posterior.functional(x)
+    exact = torch.stack([draw_gaussian(mean, Σ, 4000, seeded(n)).softmax(2).mean(0) for n in range(5)]).mean(0)
+    law, generator = output_law(posterior, x, GLM(samples=100), seeded(2)), seeded(2)
+    draw_gaussian(mean, torch.ones_like(mean), 100, generator)  # the noise of the other classes
+    functions = sample_functions(posterior, x, 100, generator)
+    drawn = (law.draws - functions).abs().amax((0, 2)) < 1e-9  # [B]
+    assert 2 <= int(drawn.sum()) <= 9
+    mass = exact.gather(1, mean.topk(draws.LEADING, 1).indices).sum(1)
+    assert ((mass < draws.MASS) == drawn)[(mass - draws.MASS).abs() > 0.005].all()
+    predicted = posterior.predict(x, generator=seeded(2)).probs
+    distance = 0.5 * (predicted - exact).abs().sum(1)  # total variation [B]
+    monte_carlo = 0.5 * (functions.softmax(2).mean(0) - exact).abs().sum(1)
+    assert distance[~drawn].mean() < 1.3 * monte_carlo[~drawn].mean()
+    assert distance[~drawn].mean() < 0.02
+
+
+def test_the_covariances_of_selected_outputs_are_those_of_all_outputs() -> None:
+    posterior, x = many_classes(20)
+    outputs = torch.stack([torch.randperm(20, generator=seeded(n))[:4] for n in range(len(x))])
+    expected = posterior.functional(x)[1]
+    expected = expected.gather(1, outputs[:, :, None].expand(-1, -1, 20)).gather(2, outputs[:, None].expand(-1, 4, -1))
+    with posterior.linearised(x) as (plan, own):
+        Σ = selected_covariances(posterior.network, plan, posterior.precision, own, outputs)
+    torch.testing.assert_close(Σ, expected, **TIGHT)
+
+
+def test_one_input_of_many_classes_has_one_value() -> None:
+    posterior, x = many_classes()
+    whole = posterior.predict(x, generator=seeded())
+    parts = Prediction.cat([posterior.predict(part, generator=seeded()) for part in x.split([1, 3, 7])])
+    for name, values in parts.numpy().items():
+        torch.testing.assert_close(torch.from_numpy(values), torch.from_numpy(whole.numpy()[name]), **TIGHT)
