@@ -26,6 +26,7 @@ priors that are not wider; for a regression, they choose the best, each with its
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -59,6 +60,7 @@ PRIORS = tuple(float(δ) for δ in torch.logspace(-4, 4, 25, dtype=torch.float64
 AS_IT_IS = LOG_TEMPERATURES.index(0.0)
 DOUBT = 10.0  # the precision of log T
 NOISE_DOUBT = 100.0  # the precision of ½ log c
+CLOSE = 0.002  # nats per example; the error of a gap by approximate covariances was at most .0004
 EVERY = slice(None)
 
 
@@ -71,7 +73,7 @@ def tune_auto(
     calibrate: str | None,
     seed: int,
 ) -> LaplacePosterior:
-    """The tuned posterior. It takes one pass over held-out data (`loader`), if any, and none over the training data."""
+    """The tuned posterior, by at most two passes over held-out data (`loader`) and none over the training data."""
     scoring = Scoring(predictive, seed, "probs" if calibrate == "auto" else calibrate)
     scoring.check(posterior.likelihood)
     if loader is None:
@@ -105,8 +107,9 @@ def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
 
 
 def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring, tune: bool, calibrate: bool) -> Choice:
-    """The candidates, scored in one pass over held-out data: priors if `tune`, temperatures or variance factors if
-    `calibrate`. A prior that is another posterior is not tuned, because new data must not reweight the old data."""
+    """The candidates, scored on held-out data: priors if `tune`, temperatures or variance factors if `calibrate`. A
+    classifier's priors share sums over groups of eigenvalues, and those near the decision are scored again exactly. A
+    prior that is another posterior is not tuned, because new data must not reweight the old data."""
     tune = tune and posterior.prior.precision is None
     classes = posterior.likelihood.has_probs
     if not classes and (not tune or _has_noise(posterior)):
@@ -116,8 +119,10 @@ def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring,
     priors = _priors(posterior, scoring) if tune else ()
     candidates = [posterior.with_prior(δ) for δ in priors] if tune else [posterior]
     if classes:
-        nll, link = temperature_table(posterior, [*candidates, None], loader, scoring)
-        return PriorChoice(posterior, scoring, link, tune, calibrate, priors, nll)
+        exact = not tune or scoring.predictive.kind != "glm" or _is_sampled(posterior, scoring)
+        nll, link = temperature_table(posterior, [*candidates, None], loader, scoring, exact)
+        choice = PriorChoice(posterior, scoring, link, tune, calibrate, priors, nll)
+        return choice if exact else choice.with_exact_scores(loader)
     errors = squared_errors(posterior, [*candidates, None], loader, scoring)
     unit = float(errors.ratio[-1].mean())  # variance factor of the plain network, to which temperatures are relative
     nll = errors.nll(unit * (2 * torch.tensor(LOG_TEMPERATURES, dtype=torch.float64, device="cpu")).exp())
@@ -185,17 +190,35 @@ class PriorChoice(Choice):
         t = torch.tensor(LOG_TEMPERATURES, dtype=nll.dtype, device="cpu")
         return nll.mean(-1) + 0.5 * DOUBT * t.square() / nll.shape[-1]
 
+    def with_exact_scores(self, loader: Iterable[Any]) -> PriorChoice:
+        """After a survey with approximate covariances: the same choice with exact scores of the chosen prior, of the
+        best one and of those near the decision, in a second pass. Data in another order keep the first scores."""
+        gaps, chosen = self._gaps(self.nll)[:-1], self._widest(self.nll)
+        rows = [row for row, gap in enumerate(gaps.tolist()) if row == chosen or gap == -math.inf or abs(gap) < CLOSE]
+        if not rows:  # the plain network, clearly
+            return self
+        candidates = [self.posterior.with_prior(self.priors[row]) for row in rows]
+        exact, _ = temperature_table(self.posterior, [*candidates, None], loader, self.scoring, exact=True)
+        if not torch.allclose(exact[-1], self.nll[-1], rtol=1e-4, atol=1e-4):
+            return self
+        return replace(self, nll=self.nll.index_copy(0, torch.tensor(rows, device="cpu"), exact[:-1]))
+
     def _widest(self, nll: Tensor) -> int:
-        """The first row that scores about as well as the best, each row at its own temperature."""
+        """The first row that scores about as well as the best."""
+        return int((self._gaps(nll) <= 0).nonzero()[0])
+
+    def _gaps(self, nll: Tensor) -> Tensor:
+        """How much worse than the best each row is, beyond one standard error, at its own temperature; minus infinity
+        for the best.  # [priors + 1]"""
         mean = self._doubted(nll).nan_to_num(torch.inf)
         at = mean.argmin(1) if self.calibrate else torch.full((len(mean),), AS_IT_IS, device="cpu")
         rows = torch.arange(len(nll), device="cpu")
         best = int(mean[rows, at].argmin())
         difference = nll[rows, at] - nll[best, at[best]]  # [priors + 1, N]
         error = (difference.std(1) / difference.shape[1] ** 0.5).nan_to_num(0.0, posinf=0.0)
-        near = mean[rows, at] - mean[best, at[best]] <= error
-        near[best] = True
-        return int(near.nonzero()[0])
+        gaps = mean[rows, at] - mean[best, at[best]] - error
+        gaps[best] = -torch.inf
+        return gaps
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,3 +303,9 @@ def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
     evidence_at = Evidence(posterior)
     evidence = torch.stack([evidence_at(torch.tensor(δ, dtype=torch.float64, device="cpu")) for δ in PRIORS])
     return PRIORS[int(evidence.argmax()) :: 6 if sampled else 1]
+
+
+def _is_sampled(posterior: LaplacePosterior, scoring: Scoring) -> bool:
+    """Whether each prior costs a set of samples."""
+    many = posterior.curvature.n_outputs > MANY * posterior.n_data or output_of(posterior.network).together
+    return scoring.predictive.kind == "bnn" or many

@@ -12,7 +12,7 @@ their residual variance:
     f_L ~ N(m_L, Σ),    f_c = m_c + mean_L(f_L − m_L) + √v ε_c,    v = (tr Σ − 1ᵀΣ1/m) / (m − 1).
 
 This is exact up to `v/m` if all outputs have the covariance `τ² 11ᵀ + vI`. Where the leading classes hold `MASS`, its
-total variation from the exact predictive is .01 to .02, like that of 100 functions. Other inputs are drawn as functions.
+total variation from the exact predictive is .001 to .01, less than that of 100 functions. Other inputs get functions.
 
 The weight samples also give the moments of an **autoencoder** in its latent and output space (Laplacian autoencoders,
 figure 2), for any module with submodules `encoder` and `decoder`. Each sample `θ_s = (ψ_s, φ_s)` is an encoder `e_ψ`

@@ -98,12 +98,12 @@ def calibrate(
 
 
 def temperature_table(
-    posterior: GaussianPosterior, candidates: Candidates, loader: Iterable[Any], scoring: Scoring
+    posterior: GaussianPosterior, candidates: Candidates, loader: Iterable[Any], scoring: Scoring, exact: bool = True
 ) -> tuple[Tensor, str]:
     """The negative log-likelihood of each held-out example for each candidate and temperature, and the link that was
     used, in one pass over the data.  # [D, K, N]"""
     likelihood, columns, link = posterior.likelihood, [], ""
-    for laws, y in held_out_laws(posterior, candidates, loader, scoring):
+    for laws, y in held_out_laws(posterior, candidates, loader, scoring, exact):
         link = scoring.link_of(likelihood, laws[0])
         columns.append(torch.stack([_at_temperatures(law, y, likelihood, scoring) for law in laws]).cpu().double())
     return torch.cat(columns, dim=-1), link
@@ -170,7 +170,7 @@ def squared_errors(
 
 
 def held_out_laws(
-    posterior: GaussianPosterior, candidates: Candidates, loader: Iterable[Any], scoring: Scoring
+    posterior: GaussianPosterior, candidates: Candidates, loader: Iterable[Any], scoring: Scoring, exact: bool = True
 ) -> Iterator[tuple[list[OutputLaw], Tensor]]:
     """For each batch, the laws of the outputs and the targets. Data without usable targets raise an error."""
     scoring.check(posterior.likelihood)
@@ -179,8 +179,8 @@ def held_out_laws(
     with preserved_rng(posterior.device):
         for batch in loader:
             x, y = inputs.to_device(inputs.split_targets(posterior.network, batch, "val"), posterior.device)
-            laws = output_laws(present, x, scoring.predictive, draws, scoring.seed) if present else []
-            # The linearised network has the plain one's mean, unless it was refined.
+            laws = output_laws(present, x, scoring.predictive, draws, scoring.seed, not exact) if present else []
+            # Unless it was refined, the linearised network has the plain network's mean.
             of_plain = laws if laws and posterior.shift is None else output_laws([posterior], x, MAP())
             mean = of_plain[0].mean
             posterior.likelihood.check(mean, y)

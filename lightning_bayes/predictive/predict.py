@@ -180,14 +180,17 @@ def output_laws(
     predictive: PredictiveOption,
     generator: torch.Generator | None = None,
     seed: int = 0,
+    approximate: bool = False,
 ) -> list[OutputLaw]:
     """The laws under several priors of one posterior, with common random numbers; for the linearised network in one
-    backward pass."""
+    backward pass, whose covariances may share sums over groups of eigenvalues (`approximate`)."""
     is_gaussian = predictive.kind in ("glm", "gp") and not all(map(is_plain, posteriors))
     if is_gaussian and predictive.kind == "gp":
         mean, covariances = process_gaussian(posteriors, x)
     elif is_gaussian and not has_many_outputs(posteriors[0], x):
-        mean, covariances = posteriors[0].functional_for([posterior.precision for posterior in posteriors], x)
+        mean, covariances = posteriors[0].functional_for(
+            [posterior.precision for posterior in posteriors], x, approximate=approximate
+        )
     else:
         generator = generator_on(posteriors[0].device) if generator is None else generator
         return [output_law(posterior, x, predictive, generator.manual_seed(seed)) for posterior in posteriors]

@@ -260,7 +260,7 @@ def many_classes(C: int = 400) -> tuple[LaplacePosterior, Tensor]:
 
 
 def test_leading_classes_agree_with_many_draws_of_the_exact_gaussian() -> None:
-    """Where they hold the mass, within the error of as many functions; other inputs get these functions."""
+    """Where they hold the mass, nearer than as many functions; other inputs get these functions."""
     posterior, x = many_classes()
     mean, Σ = posterior.functional(x)
     exact = torch.stack([draw_gaussian(mean, Σ, 4000, seeded(n)).softmax(2).mean(0) for n in range(5)]).mean(0)
@@ -274,8 +274,8 @@ def test_leading_classes_agree_with_many_draws_of_the_exact_gaussian() -> None:
     predicted = posterior.predict(x, generator=seeded(2)).probs
     distance = 0.5 * (predicted - exact).abs().sum(1)  # total variation [B]
     monte_carlo = 0.5 * (functions.softmax(2).mean(0) - exact).abs().sum(1)
-    assert distance[~drawn].mean() < 1.3 * monte_carlo[~drawn].mean()
-    assert distance[~drawn].mean() < 0.02
+    assert distance[~drawn].mean() < 0.6 * monte_carlo[~drawn].mean()
+    assert distance[~drawn].max() < 0.01
 
 
 def test_the_covariances_of_selected_outputs_are_those_of_all_outputs() -> None:
