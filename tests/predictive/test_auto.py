@@ -12,8 +12,8 @@ from test_calibration import LIKELIHOODS, fitted, network, real, targets
 from torch import Tensor, nn
 
 from lightning_bayes import BNN, GLM, GP, Gaussian, GaussianPosterior, Kron, LaplacePosterior, Tuning, fit_laplace
-from lightning_bayes.predictive.auto import PRIORS, PriorChoice, survey
-from lightning_bayes.predictive.held_out import LOG_TEMPERATURES, Scoring
+from lightning_bayes.predictive.auto import CLOSE, PRIORS, PriorChoice, survey
+from lightning_bayes.predictive.held_out import LOG_TEMPERATURES, Scoring, temperature_table
 from lightning_bayes.predictive.predict import NEGLIGIBLE
 
 
@@ -53,6 +53,31 @@ def test_the_choice_is_the_widest_near_the_best_written_out() -> None:
     assert float(tuned.prior_precision) == pytest.approx(widest)
     assert tuned.calibrations[0].link == "pairwise"
     assert held_out_nll(tuned, batches).mean() <= held_out_nll(posterior, batches, predictive="map").mean() + 0.05
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_survey_of_priors_chooses_as_exact_covariances_do(seed: int) -> None:
+    """Sums over groups of eigenvalues decide the clear cases; the chosen prior has the exact score."""
+    torch.manual_seed(seed)
+    convolution = nn.Sequential(nn.Unflatten(1, (2, 8)), nn.Conv1d(2, 6, 3), nn.Tanh(), nn.Flatten(), nn.Linear(36, 3))
+    net, x = convolution.double(), real(60, 16, seed=seed)
+    y = (x[:, :3] + 0.5 * real(60, 3, seed=seed + 10)).argmax(1)
+    optimizer = torch.optim.Adam(net.parameters(), 0.02)
+    for _ in range(40):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x[:30]), y[:30]).backward()
+        optimizer.step()
+    posterior, batches = fit_laplace(net, [(x[:30], y[:30])]), [(x[30:], y[30:])]
+    choice = survey(posterior, batches, scoring := Scoring(of="probs"), True, True)
+    assert isinstance(choice, PriorChoice)
+    candidates = [*map(posterior.with_prior, choice.priors), None]
+    exact = replace(choice, nll=temperature_table(posterior, candidates, batches, scoring)[0])
+    assert choice.on().prior_precision == exact.on().prior_precision
+    assert choice.on().calibrations == exact.on().calibrations
+    grouped, gaps = temperature_table(posterior, candidates, batches, scoring, exact=False)[0], exact._gaps(exact.nll)
+    error = (exact._gaps(grouped) - gaps)[gaps.abs() < 5 * CLOSE].abs()
+    assert not torch.equal(grouped, exact.nll)
+    assert (error < CLOSE).all()
 
 
 def choice_of(nll: Tensor, calibrate: bool = True) -> PriorChoice:
