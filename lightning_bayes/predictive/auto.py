@@ -60,7 +60,7 @@ PRIORS = tuple(float(δ) for δ in torch.logspace(-4, 4, 25, dtype=torch.float64
 AS_IT_IS = LOG_TEMPERATURES.index(0.0)
 DOUBT = 10.0  # the precision of log T
 NOISE_DOUBT = 100.0  # the precision of ½ log c
-CLOSE = 0.002  # nats per example; the error of a gap by approximate covariances was at most .0004
+CLOSE = 0.002  # nats per example: nearer to the decision, a prior is scored exactly
 EVERY = slice(None)
 
 
@@ -73,7 +73,7 @@ def tune_auto(
     calibrate: str | None,
     seed: int,
 ) -> LaplacePosterior:
-    """The tuned posterior, by at most two passes over held-out data (`loader`) and none over the training data."""
+    """The tuned posterior, by a few passes over held-out data (`loader`) and none over the training data."""
     scoring = Scoring(predictive, seed, "probs" if calibrate == "auto" else calibrate)
     scoring.check(posterior.likelihood)
     if loader is None:
@@ -191,17 +191,20 @@ class PriorChoice(Choice):
         return nll.mean(-1) + 0.5 * DOUBT * t.square() / nll.shape[-1]
 
     def with_exact_scores(self, loader: Iterable[Any]) -> PriorChoice:
-        """After a survey with approximate covariances: the same choice with exact scores of the chosen prior, of the
-        best one and of those near the decision, in a second pass. Data in another order keep the first scores."""
-        gaps, chosen = self._gaps(self.nll)[:-1], self._widest(self.nll)
-        rows = [row for row, gap in enumerate(gaps.tolist()) if row == chosen or gap == -math.inf or abs(gap) < CLOSE]
-        if not rows:  # the plain network, clearly
-            return self
-        candidates = [self.posterior.with_prior(self.priors[row]) for row in rows]
-        exact, _ = temperature_table(self.posterior, [*candidates, None], loader, self.scoring, exact=True)
-        if not torch.allclose(exact[-1], self.nll[-1], rtol=1e-4, atol=1e-4):
-            return self
-        return replace(self, nll=self.nll.index_copy(0, torch.tensor(rows, device="cpu"), exact[:-1]))
+        """After a survey with approximate covariances: exact scores of the best prior, of the chosen one and of those
+        near the decision, in further passes until all of these are exact. Data in another order keep their scores."""
+        nll, is_exact = self.nll, {len(self.priors)}  # the plain network
+        while True:
+            gaps, chosen = self._gaps(nll).tolist(), self._widest(nll)
+            near = {row for row, gap in enumerate(gaps) if row == chosen or gap == -math.inf or abs(gap) < CLOSE}
+            rows = sorted(near - is_exact)
+            if not rows:
+                return replace(self, nll=nll)
+            candidates = [self.posterior.with_prior(self.priors[row]) for row in rows]
+            exact, _ = temperature_table(self.posterior, [*candidates, None], loader, self.scoring)
+            if not torch.allclose(exact[-1], nll[-1], rtol=1e-4, atol=1e-4):
+                return self
+            nll, is_exact = nll.index_copy(0, torch.tensor(rows, device="cpu"), exact[:-1]), is_exact | near
 
     def _widest(self, nll: Tensor) -> int:
         """The first row that scores about as well as the best."""
