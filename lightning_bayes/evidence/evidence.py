@@ -156,6 +156,8 @@ def linear_gaussian_maximum(posterior: LaplacePosterior) -> tuple[float, float]:
     total = error - 2 * (g * d).sum() + (basis.values * d.square()).sum()  # ‖ỹ‖²
     kept = basis.values > 0
     S = basis.values[kept]
+    if not len(S):  # the outputs depend on no weight
+        return float(posterior.prior_precision.mean()), float((error / n).sqrt())
     b2 = (S * d[kept] - g[kept]).square() / S
     outside = (total - b2.sum()).clamp(min=0)  # of ỹ, which no weights reach
     counts = basis.counts.expand_as(basis.values)[kept]

@@ -49,7 +49,7 @@ from lightning_bayes.curvature.fit import check_processes
 from lightning_bayes.evidence.evidence import LARGEST, Evidence, PriorGroups, with_normalised
 from lightning_bayes.evidence.linear_model import LinearModel, check_convex, check_refit, forcing, gradient_norm
 from lightning_bayes.network import DataError, Processes
-from lightning_bayes.network.accumulation import cast_like, in_float64, number_like
+from lightning_bayes.network.accumulation import in_float64, number_like
 from lightning_bayes.network.loaders import check_loader, progress_bar
 from lightning_bayes.options.predictive import predictive_option
 from lightning_bayes.options.tuning import CalibrateWord, TuneWord, Tuning, tuning_option
@@ -249,48 +249,6 @@ def _best_of_grid(posterior: LaplacePosterior, noise: bool) -> LaplacePosterior:
     σ = posterior.likelihood.tunable_noise
     moved = posterior if σ is None or not noise else posterior.with_noise(number_like(σ, ρ) * ρ)
     return moved.with_prior(float(priors[best] / ρ**2))
-
-
-def least_squares(posterior: LaplacePosterior) -> LaplacePosterior:
-    """The prior and noise with the largest evidence of a linear regression, among those with a noise of at least the
-    training error. For Gaussian targets and the full GGN `H = JᵀJ/σ²` this evidence is exact. With the eigenvalues `h`
-    of `H`, targets `ỹ = (y − f + Jθ̃)/σ`, their coordinates `b = h^(-½) Uᵀ(Hθ̃ − g)`, and `t = δρ²`, the noise `ρσ` and
-    the evidence are
-
-        q(t) = t Σᵢ bᵢ²/(hᵢ + t) + ‖ỹ‖² − ‖b‖²,    ρ²(t) = max(q/n, ‖y − f‖²/(nσ²)),
-        log p(D) = −½ (n log ρ² + q/ρ² + Σᵢ log(1 + hᵢ/t)) + constant.
-
-    The bound matters: a network that underfits has a linear model that fits far better, with almost no noise.
-    """
-    n, error = posterior.curvature.n_outputs, float(posterior.squared_error)
-    θ, g = (in_float64(v) for v in (posterior.prior.distance(posterior.mean), posterior.loss_gradient()))
-    basis = posterior.eigenbasis(torch.Size(), torch.stack([θ, g]))
-    assert basis is not None  # a full matrix and one prior have one
-    assert basis.vectors is not None
-    used = basis.values > 0
-    h, counts = basis.values[used], basis.counts.expand_as(basis.values)[used]
-    θ_in, g_in = basis.vectors[:, used]
-    b2 = (h * θ_in - g_in).square() / h
-    rest = max(error - 2 * float((g * θ).sum()) + float((h * θ_in.square()).sum()) - float(b2.sum()), 0.0)
-    σ = number_like(posterior.likelihood.tunable_noise, posterior.mean)
-    if not len(h):  # the outputs depend on no weight
-        return posterior.with_noise(σ * (error / n) ** 0.5)
-
-    def at(t: Tensor) -> tuple[Tensor, Tensor]:
-        """The noise `ρ²`, and the evidence.  # [k], [k]"""
-        t = t.unsqueeze(-1)
-        q = (t * b2 / (h + t)).sum(-1) + rest
-        ρ2 = (q / n).clamp(min=error / n)
-        return ρ2, -0.5 * (n * ρ2.log() + q / ρ2 + (counts * (h / t).log1p()).sum(-1))
-
-    low, high = float(h.min().log()) - 5, float(h.max().log()) + 5
-    for _ in range(4):  # each round divides the distance between two values by at least twenty
-        grid = torch.linspace(low, high, 81, dtype=h.dtype, device=h.device)
-        best = int(at(grid.exp())[1].argmax())
-        low, high = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, 80)])
-    t = grid[best].exp()
-    ρ2 = at(t.unsqueeze(0))[0][0]
-    return posterior.with_noise(σ * cast_like(ρ2.sqrt(), σ)).with_prior(float(t / ρ2))
 
 
 def mackay(

@@ -8,8 +8,8 @@ the best, where the error is that of paired differences, the smallest precision 
 choice. A prior `N(0, 1/10)` on `log T`, worth ten pseudo-examples, prevents extreme temperatures from few examples.
 Without held-out data, the evidence at the linear model's optimum chooses.
 
-**Real targets.** With a full matrix, the prior and the noise are those with the largest evidence of the linear model,
-among noises of at least the training RMSE (see `least_squares`). Held-out data multiply the predictive variance by a
+**Real targets.** With a full matrix, prior and noise have the largest evidence of the linear model among noises of at
+least the training RMSE (see `linear_gaussian_maximum`). Held-out data then multiply the predictive variance by the
 factor `c` (`σ²` by `c`, `δ` by `1/c`) that minimises `½ Σ (log c + (y − m)²/(cv)) + ½ a (½ log c)²`; the prior on
 `½ log c`, worth about 50 examples, prevents extreme factors.
 
@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.evidence.evidence import Evidence
-from lightning_bayes.evidence.tuning import least_squares, linear, marglik
+from lightning_bayes.evidence.evidence import Evidence, linear_gaussian_maximum
+from lightning_bayes.evidence.tuning import linear, marglik
 from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.network.output import output_of
 from lightning_bayes.options.predictive import MAP, PredictiveOption
@@ -99,7 +99,9 @@ def without_held_out_data(posterior: LaplacePosterior) -> LaplacePosterior:
 def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
     """The posterior with the prior, and for a regression the noise, that the training data choose."""
     if _has_exact_evidence(posterior):
-        return least_squares(posterior)
+        δ, ρ = linear_gaussian_maximum(posterior)
+        σ = torch.as_tensor(posterior.likelihood.tunable_noise).to(posterior.mean)
+        return posterior.with_noise(σ * ρ).with_prior(δ)
     if posterior.likelihood.tunable_noise is not None:
         return marglik(_with_training_noise(posterior), noise=False)
     at_optimum = posterior.likelihood.has_probs and posterior.knows_optimum

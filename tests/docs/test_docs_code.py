@@ -106,6 +106,14 @@ def test_metrics() -> None:
     assert names["ax"].get_xlabel() == "confidence"
 
 
+def test_cost() -> None:
+    names = run_page(
+        DOCS / "cost.md", network=nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), x=torch.randn(8, 4)
+    )
+    assert names["cost"].predict > 1
+    assert names["cost"].epochs(50_000) > 0
+
+
 def test_unknown_inputs() -> None:
     x, y = torch.randn(90, 4), torch.arange(90) % 3
     network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))

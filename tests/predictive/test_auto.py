@@ -167,6 +167,17 @@ def test_a_regression_with_kronecker_factors_has_the_training_error_as_noise_and
     torch.testing.assert_close(posterior.tune_prior("auto", small).predict(x).variance, before.variance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_exact_regression_is_tuned_alike_from_any_noise(dtype: torch.dtype) -> None:
+    net, x = network(2).to(dtype), real(20, 3).to(dtype)
+    y = targets("real", net(x).detach(), 2)
+    tuned = [fit_laplace(net, [(x, y)], Gaussian(s)).tune_prior("auto") for s in (0.1, 1.0, 7.0)]
+    for other in tuned[1:]:
+        tolerance = {"rtol": 1e-6 if dtype == torch.float64 else 1e-3, "atol": 0}
+        torch.testing.assert_close(other.prior_precision, tuned[0].prior_precision, **tolerance)
+        torch.testing.assert_close(other.likelihood.noise_std, tuned[0].likelihood.noise_std, **tolerance)
+
+
 def test_held_out_data_scale_the_variance_of_an_exact_regression_by_the_best_doubted_factor() -> None:
     posterior, batches = fitted("real")
     assert posterior.curvature.structure.word == "full"  # few weights
