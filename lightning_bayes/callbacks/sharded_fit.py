@@ -35,7 +35,7 @@ from lightning_bayes.trainer.private import class_name
 if TYPE_CHECKING:
     from lightning_bayes.callbacks.laplace import LaplaceCallback
 
-STRUCTURES = ("full", "kron", "diag")
+STRUCTURES = ("auto", "full", "kron", "diag")
 _SHARDED = "ModelParallelStrategy"
 _WAY_OUT = (
     "use strategy='ddp' or a single device, or subset='last_layer', or structure='diag' with curvature='fisher_mc' or "

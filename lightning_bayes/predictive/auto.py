@@ -10,8 +10,8 @@ Without held-out data, the evidence at the linear model's optimum chooses.
 
 **Real targets.** With a full matrix, prior and noise have the largest evidence of the linear model among noises of at
 least the training RMSE (see `linear_gaussian_maximum`). Held-out data then multiply the predictive variance by the
-factor `c` (`σ²` by `c`, `δ` by `1/c`) that minimises `½ Σ (log c + (y − m)²/(cv)) + ½ a (½ log c)²`; the prior on
-`½ log c`, worth about 50 examples, prevents extreme factors.
+factor `c` (`σ²` by `c`, `δ` by `1/c`) that minimises `½ Σ (log c + (y − m)²/(cv)) + ½ a (½ log c)²`, if it scores better
+by two standard errors. The prior on `½ log c`, worth about 50 examples, prevents extreme factors.
 
 With another structure, whose evidence would choose too much noise, the noise is the training RMSE while the evidence
 chooses the prior, and `c ≥ 1` is the mean of `(y − m)²/v`. If the network predicts the noise, or the training error is
@@ -271,15 +271,16 @@ def _has_exact_evidence(posterior: LaplacePosterior) -> bool:
 
 
 def _doubted_factors(errors: Tensor, C: int) -> Tensor:
-    """`c` of `[D]` candidates from `C (y − m)²/v` `[D, N]`, by Newton's method in `l = log c`; the slope is increasing
-    in `l`."""
-    R, n = errors.sum(1), errors.shape[1] * C
+    """`c` of `[D]` candidates from `r = C (y − m)²/v` `[D, N]`, by Newton's method in `l = log c`, whose slope increases.
+    It stays 1 unless the log-likelihood improves by more than two standard errors."""
+    R, n = errors.sum(1), errors.shape[1]
     log_c = torch.zeros_like(R)
     for _ in range(100):
         weighted = R * (-log_c).exp()
-        slope, bend = 0.5 * (n - weighted) + NOISE_DOUBT / 4 * log_c, 0.5 * weighted + NOISE_DOUBT / 4
+        slope, bend = 0.5 * (n * C - weighted) + NOISE_DOUBT / 4 * log_c, 0.5 * weighted + NOISE_DOUBT / 4
         log_c = log_c - (slope / bend).clamp(-1, 1)
-    return log_c.exp()
+    gain = 0.5 * (errors * (1 - (-log_c).exp().unsqueeze(1)) - C * log_c.unsqueeze(1))  # [D, N]
+    return torch.where(gain.mean(1) > 2 * gain.std(1) / n**0.5, log_c.exp(), 1.0)
 
 
 def _with_training_noise(posterior: LaplacePosterior) -> LaplacePosterior:

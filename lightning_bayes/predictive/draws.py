@@ -39,7 +39,7 @@ from lightning_bayes.jacobian.output_gaussian import selected_covariances
 from lightning_bayes.jacobian.products import Jacobian
 from lightning_bayes.likelihoods.outputs import check_generator, draw_gaussian, gaussian_nodes
 from lightning_bayes.network import inputs
-from lightning_bayes.network.borrowed import call_with, generator_on, preserved_rng
+from lightning_bayes.network.borrowed import call_with, copied_generator, generator_on, preserved_rng
 from lightning_bayes.network.input_graph import check_differentiable
 from lightning_bayes.network.output import network_name
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
@@ -160,13 +160,17 @@ def class_draws(
 ) -> Tensor:
     """`n` draws of the linearised network's logits by their leading classes. An input whose leading classes hold too
     little mass gets functions.  # [n, B, C]"""
+    noise = copied_generator(mean.device)  # functions draw the same numbers as without leading classes
+    if generator is not None:
+        noise = generator_on(mean.device)
+        noise.set_state(generator.get_state())
     leading = mean.topk(LEADING, dim=1).indices  # [B, m]
     with posterior.linearised(x) as (plan, own):
         Σ = selected_covariances(posterior.network, plan, posterior.precision, own, leading)
     mean_L = mean.gather(1, leading)
-    draws_L = gaussian_nodes(mean_L, Σ, n) if n > LEADING else draw_gaussian(mean_L, Σ, n, generator)
+    draws_L = gaussian_nodes(mean_L, Σ, n) if n > LEADING else draw_gaussian(mean_L, Σ, n, noise)
     v = (Σ.diagonal(dim1=1, dim2=2).sum(1) - Σ.sum((1, 2)) / LEADING) / (LEADING - 1)  # [B]
-    draws = draw_gaussian(mean, v.clamp(min=0).unsqueeze(1).expand_as(mean), n, generator)
+    draws = draw_gaussian(mean, v.clamp(min=0).unsqueeze(1).expand_as(mean), n, noise)
     draws += (draws_L - mean_L).mean(2, keepdim=True)
     index = leading.expand(n, -1, -1)
     draws.scatter_(2, index, draws_L)

@@ -159,7 +159,8 @@ def output_law(
     mean = posterior.shifted(x, differentiable) if shifted else outputs(posterior, x, differentiable)
     draws: Tensor | FunctionDraws
     size = n * mean.numel() * mean.element_size()
-    if linear and not differentiable and has_leading_classes(posterior, x, mean) and size <= SHARED:
+    by_classes = linear and not differentiable and predictive.link in (None, "mc") and size <= SHARED
+    if by_classes and has_leading_classes(posterior, x, mean):
         draws = class_draws(posterior, x, mean, n, generator)
     elif size <= KEPT:
         draws = sample_functions(posterior, x, n, generator, linear, differentiable)

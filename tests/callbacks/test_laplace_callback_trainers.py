@@ -169,7 +169,7 @@ def test_the_bars_of_a_fit_are_rich_where_lightnings_are(tmp_path: Path, capsys:
     fit.fit(Classifier(), train_loader(), held_out(40))
     said = capsys.readouterr()
     for bar, steps in zip(BARS, ("5/5", "4/4", "10/10", "10/10"), strict=True):
-        (line,) = [line for line in said.out.splitlines() if bar in line]
+        line, *_ = [line for line in said.out.splitlines() if bar in line]  # priors near the best are scored again
         assert steps in line
         assert re.search(r"0:00:\d\d • 0:00:00", line)  # the time that has passed, and that is left
         assert bar not in said.err

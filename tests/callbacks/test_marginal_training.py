@@ -66,7 +66,7 @@ def by_hand(model: Any, weights: Tensor, prior: Any, noise: float = 1.0, **words
     model = copy.deepcopy(model)
     nn.utils.vector_to_parameters(weights, model.parameters())
     likelihood = Gaussian(NOISE * noise) if model.net[-1].out_features == 2 else "classification"
-    return ascend(fit_laplace(model, data_of(model), likelihood, prior_precision=prior), **words)
+    return ascend(fit_laplace(model, data_of(model), likelihood, prior_precision=prior, structure="kron"), **words)
 
 
 # -- when --------------------------------------------------------------------------------------------------------------

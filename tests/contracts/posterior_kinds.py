@@ -43,7 +43,7 @@ def laplace(task: str, structure: str = "kron", subset: str = "all", seed: int =
 
 def process(task: str) -> GaussianPosterior:
     """With training points, for predictions in function space."""
-    return fit_laplace(LitNet(task).net, loader(task), TASKS[task], prior_precision=2.0, gp=5)
+    return fit_laplace(LitNet(task).net, loader(task), TASKS[task], structure="kron", prior_precision=2.0, gp=5)
 
 
 def after(task: str, structure: str) -> GaussianPosterior:

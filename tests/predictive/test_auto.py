@@ -182,10 +182,11 @@ def test_held_out_data_scale_the_variance_of_an_exact_regression_by_the_best_dou
     posterior, batches = fitted("real")
     assert posterior.curvature.structure.word == "full"  # few weights
     x, y = (torch.cat(part) for part in zip(*batches, strict=True))
-    for shift in (0.0, 3.0):  # targets as expected, and far away
-        held_out = [(x, y + shift)]
-        before = posterior.tune_prior("auto").predict(x)
-        r = ((y + shift - before.mean).square() / before.variance).sum()
+    before = posterior.tune_prior("auto").predict(x)
+    y = before.mean + before.std * y / y.square().mean().sqrt()
+    for scale in (0.3, 3.0):  # targets that are too near the predictions, and too far away
+        held_out = [(x, before.mean + scale * (y - before.mean))]
+        r = (scale * (y - before.mean)).square().div(before.variance).sum()
 
         def loss(l: float, r: Tensor = r) -> float:
             return float(0.5 * (y.numel() * l + r * math.exp(-l))) + 50 * (0.5 * l) ** 2
@@ -194,6 +195,7 @@ def test_held_out_data_scale_the_variance_of_an_exact_regression_by_the_best_dou
         factor = float((tuned.variance / before.variance).mean())
         torch.testing.assert_close(tuned.variance, factor * before.variance)
         assert loss(math.log(factor)) <= min(loss(math.log(factor) + d) for d in (-1e-3, 1e-3, -1.0, 1.0))
+    torch.testing.assert_close(posterior.tune_prior("auto", [(x, y)]).predict(x).variance, before.variance)
 
 
 def test_without_held_out_data_classes_have_the_evidence_of_the_linear_model() -> None:

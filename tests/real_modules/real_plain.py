@@ -205,5 +205,5 @@ CASES = {
         (HELD_OUT * TOKENS, WORDS),
         {"subset": "last_layer", "network": Network(output=0)},
     ),
-    "BoringModel": Real(Boring, boring_data, (HELD_OUT, 2), REGRESSION, in_default=True),
+    "BoringModel": Real(Boring, boring_data, (HELD_OUT, 2), {**REGRESSION, "structure": "kron"}, in_default=True),
 }
