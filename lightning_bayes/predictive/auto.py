@@ -9,9 +9,9 @@ choice. A prior `N(0, 1/10)` on `log T`, worth ten pseudo-examples, prevents ext
 Without held-out data, the evidence at the linear model's optimum chooses.
 
 **Real targets.** With a full matrix, prior and noise have the largest evidence of the linear model among noises of at
-least the training RMSE (see `linear_gaussian_maximum`). Held-out data then multiply the predictive variance by the
-factor `c` (`σ²` by `c`, `δ` by `1/c`) that minimises `½ Σ (log c + (y − m)²/(cv)) + ½ a (½ log c)²`, if it scores better
-by two standard errors. The prior on `½ log c`, worth about 50 examples, prevents extreme factors.
+least the training RMSE (see `linear_gaussian_maximum`). Held-out data then multiply the predictive variance by a factor
+`c` (`σ²` by `c`, `δ` by `1/c`), the minimum of `½ Σ (log c + (y − m)²/(cv)) + ½ a (½ log c)²`, if that is better by two
+standard errors. The prior on `½ log c`, worth about 50 examples, prevents extreme factors.
 
 With another structure, whose evidence would choose too much noise, the noise is the training RMSE while the evidence
 chooses the prior, and `c ≥ 1` is the mean of `(y − m)²/v`. If the network predicts the noise, or the training error is
@@ -271,7 +271,7 @@ def _has_exact_evidence(posterior: LaplacePosterior) -> bool:
 
 
 def _doubted_factors(errors: Tensor, C: int) -> Tensor:
-    """`c` of `[D]` candidates from `r = C (y − m)²/v` `[D, N]`, by Newton's method in `l = log c`, whose slope increases.
+    """`c` of `[D]` candidates from `r = C (y − m)²/v` `[D, N]`, by Newton's method in `log c`, where the loss is convex.
     It stays 1 unless the log-likelihood improves by more than two standard errors."""
     R, n = errors.sum(1), errors.shape[1]
     log_c = torch.zeros_like(R)
