@@ -271,7 +271,7 @@ def _has_exact_evidence(posterior: LaplacePosterior) -> bool:
 
 
 def _doubted_factors(errors: Tensor, C: int) -> Tensor:
-    """`c` of `[D]` candidates from `r = C (y − m)²/v` `[D, N]`, by Newton's method in `log c`, where the loss is convex.
+    """`c` of `[D]` candidates from `C (y − m)²/v` `[D, N]`, by Newton's method in `log c`, where the loss is convex.
     It stays 1 unless the log-likelihood improves by more than two standard errors."""
     R, n = errors.sum(1), errors.shape[1]
     log_c = torch.zeros_like(R)
