@@ -164,10 +164,10 @@ def draw(names: list[str]) -> None:
     model = laplace.network
     left = {"plain network": predictions(laplace, "map", calibrated=False)}
     drawn: dict[str, Callable[[], Panels]] = {
-        "laplace": lambda: left | {"post-hoc Laplace, Kronecker": predictions(laplace)},
+        "laplace": lambda: left | {"post-hoc Laplace": predictions(laplace)},
         "structures": lambda: {
             "full": predictions(laplace_of(model, structure="full")),
-            "Kronecker": predictions(laplace),
+            "Kronecker": predictions(laplace_of(model, structure="kron")),
             "diagonal": predictions(laplace_of(model, structure="diag")),
         },
         "subnetworks": lambda: (
