@@ -18,7 +18,7 @@ from typing import Any, ClassVar, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
@@ -36,6 +36,7 @@ from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.fit import check_passes
 from lightning_bayes.curvature.low_rank import n_vectors
 from lightning_bayes.curvature.sharded_diagonal import check_layers
+from lightning_bayes.jacobian.cost import estimate_cost
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes
 from lightning_bayes.network.gathered_layer import gathered
@@ -75,6 +76,7 @@ from lightning_bayes.trainer.posterior_callback import CallbackPrior, PosteriorC
 from lightning_bayes.trainer.private import datamodule_of, is_dev_run
 from lightning_bayes.trainer.report import block_summary, describe, end_live_display, fit_context, report
 
+LARGE = 10**6  # weights, from which the cost of predictions is announced
 # A dry run builds the matrices of the structure up to this number of weights.
 DRY_RUN_LIMITS = {"full": 1024, "kron": 1_000_000, "ekfac": 1_000_000}
 
@@ -315,6 +317,12 @@ class LaplaceCallback(PosteriorCallback):
         weights = choose_subset(network, x, arguments["subset"])
         GaussianPrior.of(self._prior.read(network), weights)
         first = next(iter(weights.parameters(network).values()))
+        if self.subset == "all" and weights.size > LARGE and self.structure.kind in ("auto", "kron"):
+            passes = estimate_cost(network, x, weights).predict
+            rank_zero_info(
+                f"{self.name}: over all {weights.size} weights, a prediction will take about {passes:.0f} forward "
+                "passes of its batch; subset='last_layer' takes one or two, and subset='auto' chooses"
+            )
         if weights.size > DRY_RUN_LIMITS.get(self.structure.kind, math.inf):
             arguments["structure"] = "diag"  # the same gradients, without the matrices
         likelihood, seed = arguments.pop("likelihood"), arguments.pop("seed")

@@ -458,3 +458,20 @@ class OneExample(Trained):
 
 def test_the_network_is_judged_as_the_fit_sees_it(tmp_path: Path) -> None:
     run(tmp_path, laplace(tune=None), OneExample(), batches(batch_size=1), limit_train_batches=2)
+
+
+def test_a_large_network_is_told_what_its_predictions_will_cost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wide(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(
+                nn.Linear(FEATURES, 1000), nn.Tanh(), nn.Linear(1000, 1000), nn.Linear(1000, CLASSES)
+            )
+
+    with caplog.at_level("INFO"):
+        run(tmp_path, laplace(tune=None, calibrate=None, curvature="fisher_mc"), Wide(), max_steps=1)
+        run(tmp_path, laplace(tune=None, calibrate=None), Classifier(), max_steps=1)
+    (said,) = [message for message in caplog.messages if "forward passes" in message]
+    assert "subset='last_layer'" in said
