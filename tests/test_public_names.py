@@ -219,7 +219,7 @@ KEYWORDS: dict[Any, dict[str, Any]] = {
     LaplaceCallback: {
         **USING,
         "structure": "auto",
-        "subset": "all",
+        "subset": "auto",
         "curvature": "auto",
         "prior_precision": 1.0,
         "prior": None,

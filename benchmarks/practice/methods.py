@@ -22,6 +22,7 @@ from lightning_bayes import GLM, L2MCallback, LaplaceCallback, Tuning
 
 MAP, TEMPERATURE, ENSEMBLE, PEER = "MAP", "MAP + temperature", "ensemble of 5", "laplace-torch"
 DEFAULT, UNVALIDATED, MARGLIK, L2M = "default", "default, no validation", "kron marglik probit", "L2M"
+LAST_LAYER = "last layer auto"
 TEMPERATURES = torch.logspace(-1.5, 1.5, 601)
 
 
@@ -200,7 +201,7 @@ METHODS: dict[str, Callable[[Subject], Predictor]] = {
     "diag auto": laplace("diag"),
     "ekfac auto": laplace("ekfac"),
     "ekfac marglik probit": laplace("ekfac", tune="marglik", link="probit"),
-    "last layer auto": laplace(subset="last_layer"),
+    LAST_LAYER: laplace(subset="last_layer"),
     "training RMSE, marglik": known_noise,
     L2M: l2m,
     PEER: laplace_torch,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from benchmarks.keep import RESULTS, ROOT
 from benchmarks.practice import results
 from benchmarks.practice.comparison import CLOSE, Comparison
-from benchmarks.practice.methods import DEFAULT, L2M, MAP, MARGLIK, PEER, TEMPERATURE, UNVALIDATED
+from benchmarks.practice.methods import DEFAULT, L2M, LAST_LAYER, MAP, MARGLIK, PEER, TEMPERATURE, UNVALIDATED
 from benchmarks.practice.report import means, of_classes, of_regression
 from benchmarks.practice.results import Row
 from benchmarks.readme import section, with_text
@@ -26,7 +26,8 @@ CLASSES = {
     MAP: "MAP",
     TEMPERATURE: "MAP + temperature",
     DEFAULT: "**`LaplaceCallback()`**",
-    UNVALIDATED: "the same, nothing held out",
+    LAST_LAYER: '`LaplaceCallback(subset="last_layer")`',
+    UNVALIDATED: "the default, nothing held out",
     MARGLIK: '`tune="marglik"`, probit, not calibrated',
     L2M: "`L2MCallback()`, without the networks of SGD",
     PEER: "laplace-torch: last layer, evidence, nothing held out",
@@ -39,7 +40,7 @@ REGRESSION = {
     L2M: '`L2MCallback("regression")`',
     PEER: "laplace-torch: last layer, prior and noise by the evidence",
 }
-IN_README = (MAP, TEMPERATURE, DEFAULT, UNVALIDATED, PEER)
+IN_README = (MAP, TEMPERATURE, DEFAULT, LAST_LAYER, UNVALIDATED, PEER)
 README_COLUMNS = ("UCI", "FashionMNIST", "MNIST")
 
 

@@ -33,7 +33,7 @@ from lightning_bayes.callbacks.sharded_fit import (
     is_diagonal,
 )
 from lightning_bayes.curvature import choose_subset
-from lightning_bayes.curvature.fit import check_passes
+from lightning_bayes.curvature.fit import SMALL, check_passes
 from lightning_bayes.curvature.low_rank import n_vectors
 from lightning_bayes.curvature.sharded_diagonal import check_layers
 from lightning_bayes.jacobian.cost import estimate_cost
@@ -76,7 +76,6 @@ from lightning_bayes.trainer.posterior_callback import CallbackPrior, PosteriorC
 from lightning_bayes.trainer.private import datamodule_of, is_dev_run
 from lightning_bayes.trainer.report import block_summary, describe, end_live_display, fit_context, report
 
-LARGE = 10**6  # weights, from which the cost of predictions is announced
 # A dry run builds the matrices of the structure up to this number of weights.
 DRY_RUN_LIMITS = {"full": 1024, "kron": 1_000_000, "ekfac": 1_000_000}
 
@@ -92,8 +91,9 @@ class LaplaceCallback(PosteriorCallback):
 
         structure: "auto" ("full" for a small regression, otherwise "kron"), "kron", "ekfac" (a second pass), "diag",
             "full" or "lowrank" (several passes), or an option such as `Kron(rank="auto")`; for a `Subnetwork`, "full".
-        subset: "all", "last_layer", "auto" (all, unless predictions would take more than about 20 forward passes; then
-            the last layer), a list of parameter or module names, or a `Subnetwork`.
+        subset: "auto" (all weights, but the last layer of a network with more than a million weights whose predictions
+            would take more than about 20 forward passes), "all", "last_layer", a list of parameter or module names, or
+            a `Subnetwork`.
         curvature: "auto", "ggn", "fisher_mc" (or `FisherMC(samples=3)`) or "empirical_fisher"; see `fit_laplace`.
         prior_precision: a number, or one per layer; with a posterior as `prior`, a factor on its precision.
         prior: `Prior(mean=…, temperature=…)`, or a posterior or its file. It has no effect on training: add
@@ -119,7 +119,7 @@ class LaplaceCallback(PosteriorCallback):
         likelihood: str | Likelihood = "classification",
         *,
         structure: StructureWord | StructureOption = "auto",
-        subset: SubsetWord | list[str] | Subnetwork = "all",
+        subset: SubsetWord | list[str] | Subnetwork = "auto",
         curvature: CurvatureWord | FisherMC = "auto",
         prior_precision: float | list[float] = 1.0,
         prior: Any = None,
@@ -270,7 +270,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def _check_module(self, module: LightningModule) -> None:
         # Around the means, a Laplace posterior of explicitly named weights is useful as a comparison.
-        if self.network.name is None and (self.subset == "all" or isinstance(self.subset, Subnetwork)):
+        if self.network.name is None and (self.subset in ("all", "auto") or isinstance(self.subset, Subnetwork)):
             around = "for a Laplace posterior around the means name its network= or its subset= of weights"
             refuse_variational(module, "LaplaceCallback would take its log σ for weights", around)
 
@@ -317,11 +317,15 @@ class LaplaceCallback(PosteriorCallback):
         weights = choose_subset(network, x, arguments["subset"])
         GaussianPrior.of(self._prior.read(network), weights)
         first = next(iter(weights.parameters(network).values()))
-        if self.subset == "all" and weights.size > LARGE and self.structure.kind in ("auto", "kron"):
-            passes = estimate_cost(network, x, weights).predict
+        if self.subset in ("all", "auto") and (everything := choose_subset(network, x, "all")).size > SMALL:
+            passes = estimate_cost(network, x, everything).predict
+            given_up = weights.size < everything.size
+            instead = (
+                "the last layer is taken, set subset='all' for them" if given_up else "subset='last_layer' takes one"
+            )
             rank_zero_info(
-                f"{self.name}: over all {weights.size} weights, a prediction will take about {passes:.0f} forward "
-                "passes of its batch; subset='last_layer' takes one or two, and subset='auto' chooses"
+                f"{self.name}: over all {everything.size} weights, a prediction would take about {passes:.0f} forward "
+                f"passes of its batch; {instead}"
             )
         if weights.size > DRY_RUN_LIMITS.get(self.structure.kind, math.inf):
             arguments["structure"] = "diag"  # the same gradients, without the matrices

@@ -84,7 +84,7 @@ def is_diagonal(callback: LaplaceCallback) -> bool:
     """Whether the fit is a diagonal over all weights, which can stay sharded."""
     options = callback.options
     estimate, _ = curvature_estimate(options.curvature, options.structure)
-    return (options.subset, options.structure.kind) == ("all", "diag") and estimate in CURVATURES
+    return options.subset in ("all", "auto") and options.structure.kind == "diag" and estimate in CURVATURES
 
 
 def fit_diagonal(

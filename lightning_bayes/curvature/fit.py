@@ -50,6 +50,7 @@ from lightning_bayes.options.fit import (
 logger = logging.getLogger("lightning_bayes")
 
 AFFORDABLE = 20  # forward passes for one prediction
+SMALL = 10**6  # weights up to which the forward passes take little time
 
 
 def fit_curvature(
@@ -77,9 +78,9 @@ def fit_curvature(
         likelihood: "classification", "binary", "regression", or a `Likelihood`.
         structure: "full", "diag", "kron", "ekfac" (two passes over the loader), "lowrank" (several passes), or an
             option such as `Kron(rank="auto")`.
-        subset: "all" trainable parameters, the "last_layer", "auto" (all, unless predictions would take more than about
-            20 forward passes; then the last layer), a list of parameter or module names, a mask over (or
-            positions of) the trainable weights, or the `subset` of a posterior.
+        subset: "all" trainable parameters, the "last_layer", "auto" (all, but the last layer of a network with more
+            than a million weights whose predictions would take more than about 20 forward passes), a list of parameter
+            or module names, a mask over (or positions of) the trainable weights, or the `subset` of a posterior.
         curvature: `Λₙ` is the exact output Fisher ("ggn"), its Monte-Carlo estimate ("fisher_mc", `FisherMC(samples)`)
             or the outer product of the gradient of the example's own label ("empirical_fisher"). "auto" is "ggn", but
             "fisher_mc" for images and other outputs at many positions.
@@ -229,15 +230,10 @@ def choose_subset(network: nn.Module, x: Any, subset: SubsetWord | Sequence[str]
 
 
 def _affordable_subset(network: nn.Module, x: Any) -> Subset:
-    """All weights if `predict` is then estimated at up to `AFFORDABLE` forward passes, otherwise the last layer."""
+    """All weights of a network that is small, or whose predictions are estimated to be affordable; otherwise the last
+    layer."""
     everything = choose_subset(network, x, "all")
-    cost = estimate_cost(network, x, everything)
-    if cost.predict <= AFFORDABLE:
-        logger.info(
-            "subset='auto' takes all %d weights: predict costs about %.0f forward passes; 'last_layer' costs less",
-            everything.size,
-            cost.predict,
-        )
+    if everything.size <= SMALL or (passes := estimate_cost(network, x, everything).predict) <= AFFORDABLE:
         return everything
     last_layer = choose_subset(network, x, "last_layer")
     logger.info(
@@ -245,7 +241,7 @@ def _affordable_subset(network: nn.Module, x: Any) -> Subset:
         "would cost about %.0f forward passes",
         last_layer.size,
         everything.size,
-        cost.predict,
+        passes,
     )
     return last_layer
 

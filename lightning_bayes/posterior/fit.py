@@ -177,8 +177,9 @@ def fit_laplace(
         structure: "kron", "ekfac" (a second pass), "diag", "full" or "lowrank" (several passes), or an option such as
             `Kron(rank="auto")`. "auto" is "full" for a regression with at most 2,000 weights, or outputs over all
             training examples, and "kron" otherwise. For a `Subnetwork`, "kron" and "auto" are "full".
-        subset: "all", "last_layer", "auto" (all, unless predictions would take more than about 20 forward passes; then
-            the last layer), a list of parameter names, a mask over the weights, or a `Subnetwork`.
+        subset: "all", "last_layer", "auto" (all weights, but the last layer of a network with more than a million
+            weights whose predictions would take more than about 20 forward passes), a list of parameter names, a mask
+            over the weights, or a `Subnetwork`.
         curvature: "ggn", "fisher_mc" (or `FisherMC(samples=3)`), "empirical_fisher", or "auto": "ggn", but "fisher_mc"
             for images and other outputs at many positions, where the exact GGN takes a backward pass for each.
         prior_precision: a number, one per layer, or one per parameter. A mean loss with weight decay `wd` is

@@ -471,7 +471,9 @@ def test_a_large_network_is_told_what_its_predictions_will_cost(
             )
 
     with caplog.at_level("INFO"):
-        run(tmp_path, laplace(tune=None, calibrate=None, curvature="fisher_mc"), Wide(), max_steps=1)
+        for subset in ("auto", "all"):
+            run(tmp_path, laplace(tune=None, calibrate=None, subset=subset), Wide(), max_steps=1)
         run(tmp_path, laplace(tune=None, calibrate=None), Classifier(), max_steps=1)
-    (said,) = [message for message in caplog.messages if "forward passes" in message]
-    assert "subset='last_layer'" in said
+    said = [message for message in caplog.messages if "forward passes" in message]
+    assert len(said) == 2
+    assert all("last" in message for message in said)

@@ -237,6 +237,7 @@ def main() -> None:
     data = read(run.settings, run.data, run.seed)
     for name in BLOCKS:
         run.collect("unknown", name, separate, name, data, run.data)
+    for name in BLOCKS:
         run.collect("scores", name, judge, name, data, run.settings, run.data)
     run.save_report(report(run.output))
 
