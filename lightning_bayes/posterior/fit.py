@@ -78,6 +78,8 @@ class LaplaceOptions:
         given = prior_option(prior)
         if chosen.kind == "auto" and isinstance(given.posterior, GaussianPosterior):
             chosen = structure_option(given.posterior.precision.word or "kron")  # that can be added to it
+        if isinstance(subset, str) and subset == "auto" and (given.mean is not None or given.posterior is not None):
+            subset = "all"  # the prior does not choose
         δ = plain_values(prior_precision)
         points = gp if gp is None or isinstance(gp, GP) else GP(points=count("gp", gp))
         return LaplaceOptions(chosen, plain_values(subset), curvature, δ, given, points)

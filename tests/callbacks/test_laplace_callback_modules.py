@@ -160,15 +160,15 @@ def images(n: int, seed: int) -> DataLoader[Any]:
     [
         ("resnet18", {"subset": "last_layer"}),
         ("mobilenet_v3_small", {"subset": "last_layer"}),
-        ("mobilenet_v3_small", {"structure": "diag"}),
-        pytest.param("resnet18", {"structure": "diag"}, marks=pytest.mark.slow),
+        ("mobilenet_v3_small", {"subset": "all", "structure": "diag"}),
+        pytest.param("resnet18", {"subset": "all", "structure": "diag"}, marks=pytest.mark.slow),
         pytest.param("resnet18", {"subset": ["net.conv1", "net.layer1", "net.fc"]}, marks=pytest.mark.slow),
-        pytest.param("mobilenet_v3_small", {"curvature": "fisher_mc"}, marks=pytest.mark.slow),
+        pytest.param("mobilenet_v3_small", {"subset": "all", "curvature": "fisher_mc"}, marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(f"{key}={word}" for key, word in value.items()),
 )
 def test_torchvision_models(tmp_path: Path, name: str, arguments: dict[str, Any]) -> None:
     callback, model = go_through(tmp_path, lambda: vision(name), arguments, images(8, 0), images(6, 1))
-    chosen = arguments.get("subset", ["net"])
+    chosen = ["net"] if arguments["subset"] == "all" else arguments["subset"]
     modules = [list(model.modules())[-1]] if chosen == "last_layer" else [model.get_submodule(name) for name in chosen]
     assert callback.posterior.subset.size == sum(p.numel() for module in modules for p in module.parameters())
