@@ -182,6 +182,10 @@ def predicted(device: torch.device, task: str, predictive: str, link: str | None
     )
 
 
+def novel(device: torch.device, structure: str) -> Any:
+    return laplace(device, "classification", structure).novelty(X.to(device))
+
+
 def weights(device: torch.device, structure: str) -> Any:
     posterior = laplace(device, "classification", structure)
     θ = posterior.sample(3, seeded())
@@ -333,6 +337,7 @@ CASES: dict[str, Case] = {
         if not (p == "gp" and t == "heteroscedastic")
     },
     "predict without shares": partial(predicted, task="classification", predictive="glm", link="probit", split=False),
+    **{f"novelty {s}": partial(novel, structure=s) for s in STRUCTURES},
     **{f"weights {s}": partial(weights, structure=s) for s in STRUCTURES},
     "gradient in x": acquired,
     **{f"store {s}": partial(stored, structure=s) for s in STRUCTURES},
