@@ -191,7 +191,7 @@ class BlockLanczos:
     def rounding(self) -> float:
         """Smaller eigenvalues cannot be told from rounding."""
         t, _ = self._ritz()
-        return max(-2 * float(t[-1]), self._eps * float(t[0]))
+        return max(-2 * float(t[-1]), 4 * self._eps * float(t[0]))
 
     def residuals(self) -> Tensor:
         """The residuals of the largest Ritz pairs, relative to their values.  # [k]"""
