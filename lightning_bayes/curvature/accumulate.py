@@ -31,13 +31,12 @@ from lightning_bayes.curvature.blocks import (
     KroneckerBlock,
 )
 from lightning_bayes.curvature.data_pass import Batch, BatchSum, Fisher
+from lightning_bayes.jacobian.calls import Call
 from lightning_bayes.jacobian.checks import check_examples_apart, check_output
-from lightning_bayes.jacobian.example_rows import all_rows
-from lightning_bayes.jacobian.gradients import LayerGradients, ParameterGradients
+from lightning_bayes.jacobian.gradients import LayerGradients, ParameterGradients, output_columns, root_columns
+from lightning_bayes.jacobian.graph import all_rows
 from lightning_bayes.jacobian.layers import RowIndex
-from lightning_bayes.jacobian.output_columns import output_columns, root_columns
 from lightning_bayes.jacobian.plan import LayerUse, Matched, Plan
-from lightning_bayes.jacobian.recorder import Call
 from lightning_bayes.jacobian.rows import JacobianRows
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, SubsetError, inputs

@@ -23,10 +23,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_bayes.jacobian.calls import Call
 from lightning_bayes.jacobian.gradients import CACHE
 from lightning_bayes.jacobian.layers import BatchAxis, Embedding, Rows, strip_products
 from lightning_bayes.jacobian.plan import LayerUse
-from lightning_bayes.jacobian.recorder import Call
 from lightning_bayes.network import Processes
 from lightning_bayes.network.accumulation import float64_device
 from lightning_bayes.structures import EKFAC, Dense, Diagonal, Factor, Gram, Kronecker, Structure

@@ -51,10 +51,10 @@ from lightning_bayes.curvature.diagonal_rules import (
     weights_diagonal,
 )
 from lightning_bayes.curvature.tape import Kind, Op, Probe, RuleError, Signature, probe, run
+from lightning_bayes.jacobian.calls import CONVOLUTIONS
 from lightning_bayes.jacobian.checks import BatchChecks, check_output
-from lightning_bayes.jacobian.functional_calls import CONVOLUTIONS
+from lightning_bayes.jacobian.gradients import root_columns
 from lightning_bayes.jacobian.graph import keeps_rows, uses
-from lightning_bayes.jacobian.output_columns import root_columns
 from lightning_bayes.jacobian.plan import Plan, make_plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, inputs

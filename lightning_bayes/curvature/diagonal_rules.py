@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lightning_bayes.curvature.blocks import add_diagonal_
 from lightning_bayes.curvature.tape import Op, RuleError
-from lightning_bayes.jacobian.functional_calls import CONVOLUTIONS, as_tuple, layer_arguments, layer_of, make_layer
+from lightning_bayes.jacobian.calls import CONVOLUTIONS, as_tuple, layer_arguments, layer_of, make_layer
 from lightning_bayes.jacobian.layers import PLAIN, Convolution, Layer, TransposedConvolution
 from lightning_bayes.network import CurvatureError
 from lightning_bayes.structures import Layout

@@ -21,9 +21,8 @@ from lightning_bayes.curvature.data_pass import BatchSum, Curvature, DataPass, F
 from lightning_bayes.curvature.diagonal import DiagonalSum
 from lightning_bayes.curvature.low_rank import LowRankSum
 from lightning_bayes.jacobian.cost import estimate_cost
-from lightning_bayes.jacobian.normalised import normalised_layers
-from lightning_bayes.jacobian.output_columns import choose_curvature
-from lightning_bayes.jacobian.plan import describe, find_last_layer, make_plan
+from lightning_bayes.jacobian.gradients import choose_curvature
+from lightning_bayes.jacobian.plan import describe, find_last_layer, make_plan, normalised_layers
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
 from lightning_bayes.network.adapters import Sequences

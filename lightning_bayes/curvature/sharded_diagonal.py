@@ -21,11 +21,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_bayes.curvature.accumulate import DiagonalAccumulator
 from lightning_bayes.curvature.data_pass import Batch, BatchSum, Curvature, DataPass, Fisher
+from lightning_bayes.jacobian.calls import Version
 from lightning_bayes.jacobian.checks import random_numbers
-from lightning_bayes.jacobian.gradients import LayerGradients
-from lightning_bayes.jacobian.output_columns import output_columns
+from lightning_bayes.jacobian.gradients import LayerGradients, output_columns
 from lightning_bayes.jacobian.plan import Plan, make_plan
-from lightning_bayes.jacobian.recorder import Version
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, Processes, inputs, private
 from lightning_bayes.network.borrowed import borrowed

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_bayes.jacobian.calls import Version
 from lightning_bayes.jacobian.checks import check_examples_apart, check_output
 from lightning_bayes.jacobian.gradients import disagreeing, quiet
-from lightning_bayes.jacobian.recorder import Version
 from lightning_bayes.network import CurvatureError, Subset, inputs
 from lightning_bayes.network.errors import first_line, is_missing_rule, log_slow_path
 from lightning_bayes.network.inputs import tensors

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import word
-from lightning_bayes.jacobian.normalised import normalised_layers
+from lightning_bayes.jacobian.plan import normalised_layers
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import borrowed

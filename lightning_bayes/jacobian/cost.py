@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_bayes.jacobian.calls import Call
 from lightning_bayes.jacobian.plan import Plan, make_plan
-from lightning_bayes.jacobian.recorder import Call
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_bayes.jacobian.calls import Call
 from lightning_bayes.jacobian.checks import check_examples_apart, check_output
 from lightning_bayes.jacobian.gradients import LayerGradients, ParameterGradients
 from lightning_bayes.jacobian.graph import check_norms, once_differentiable_functions
 from lightning_bayes.jacobian.plan import LayerUse, Plan
 from lightning_bayes.jacobian.products import Jacobian
-from lightning_bayes.jacobian.recorder import Call
 from lightning_bayes.jacobian.rows import JacobianRows
 from lightning_bayes.network import CurvatureError, inputs
 from lightning_bayes.network.accumulation import cast_like, in_float64

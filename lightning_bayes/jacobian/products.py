@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from torch.func import jvp, vmap
 
 from lightning_bayes.jacobian.checks import TOLERANCE, agree, random_numbers
-from lightning_bayes.jacobian.gradients import MEMORY, quiet
+from lightning_bayes.jacobian.gradients import MEMORY, output_columns, quiet
 from lightning_bayes.jacobian.graph import (
     check_norms,
     describe_functions,
     has_missing_derivative,
     once_differentiable_functions,
 )
-from lightning_bayes.jacobian.output_columns import output_columns
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, Subset, inputs
 from lightning_bayes.network.accumulation import in_float64

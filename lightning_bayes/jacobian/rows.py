@@ -17,9 +17,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from lightning_bayes.jacobian.calls import Call
 from lightning_bayes.jacobian.gradients import CACHE
 from lightning_bayes.jacobian.plan import Plan
-from lightning_bayes.jacobian.recorder import Call
 from lightning_bayes.structures import Layout, layer_jacobian
 
 FILLED = 1 / 16  # the share of the rectangle at which its matrix product becomes faster than single entries

@@ -9,8 +9,7 @@
 | | `LinearMeasurement(A)` | images or vectors `[B, …]` | measurements `[B, d_y]` of all outputs |
 """
 
-from lightning_bayes.arguments import format_value
-from lightning_bayes.likelihoods.base import ClassPredictive, LabelPredictive, Likelihood, Predictive
+from lightning_bayes.likelihoods.base import ClassPredictive, LabelPredictive, Likelihood, Predictive, resolve
 from lightning_bayes.likelihoods.classes import Bernoulli, Categorical
 from lightning_bayes.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from lightning_bayes.likelihoods.linear_measurement import LinearMeasurement
@@ -29,20 +28,3 @@ __all__ = [
     "Predictive",
     "resolve",
 ]
-
-
-def resolve(likelihood: str | Likelihood) -> Likelihood:
-    """The likelihood for a word; a `Likelihood` is returned unchanged.
-
-    >>> resolve("classification")
-    Categorical(ignore_index=-100)
-    """
-    if isinstance(likelihood, Likelihood):
-        return likelihood
-    if isinstance(likelihood, str) and likelihood in Likelihood.WORDS:
-        return Likelihood.WORDS[likelihood]()
-    words = ", ".join(repr(word) for word in Likelihood.WORDS)
-    raise LikelihoodError(
-        f"likelihood={format_value(likelihood)} is not known; use one of {words}, or a Likelihood such as "
-        "Gaussian(noise_std=0.3)."
-    )

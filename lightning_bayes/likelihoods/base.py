@@ -443,6 +443,23 @@ class Likelihood(ABC):
             )
 
 
+def resolve(likelihood: str | Likelihood) -> Likelihood:
+    """The likelihood for a word; a `Likelihood` is returned unchanged.
+
+    >>> resolve("classification")
+    Categorical(ignore_index=-100)
+    """
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    if isinstance(likelihood, str) and likelihood in Likelihood.WORDS:
+        return Likelihood.WORDS[likelihood]()
+    words = ", ".join(repr(word) for word in Likelihood.WORDS)
+    raise LikelihoodError(
+        f"likelihood={format_value(likelihood)} is not known; use one of {words}, or a Likelihood such as "
+        "Gaussian(noise_std=0.3)."
+    )
+
+
 def _plain(value: Any) -> Any:
     """A value as stored in a file: tensors without a graph, and numbers of other libraries as Python numbers."""
     if isinstance(value, Tensor):
