@@ -16,42 +16,36 @@ the network as a module), the values of the loss are compared instead, with a la
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.network import CurvatureError, DataError, inputs
+from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import RandomState, borrowed, eager, kept_buffers, preserved_rng
 from lightning_bayes.network.errors import OutputError, first_line, is_out_of_memory
-from lightning_bayes.network.output import network_name, output_of, unwrap_output
+from lightning_bayes.network.output import Output, network_name, output_of, unwrap_output
 from lightning_bayes.network.processes import is_sharded
+from lightning_bayes.posterior.moments import default_loss_scale
 from lightning_bayes.trainer.data import as_list
 from lightning_bayes.trainer.module import ModuleError, is_variational, split_batch
 from lightning_bayes.trainer.private import forward_context, gradient_scale, is_compiled
 
 if TYPE_CHECKING:
     from lightning_bayes.trainer.posterior_callback import PosteriorCallback
-
-
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-
-from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.likelihoods.outputs import widen
-from lightning_bayes.network.accumulation import in_float64
-from lightning_bayes.network.output import Output
-from lightning_bayes.posterior.moments import default_loss_scale
 
 EXAMPLES = 2  # for the trial fit
 _SPLIT = "give the module a method split_batch(self, batch) that returns (x, y)"
