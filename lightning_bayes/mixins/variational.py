@@ -234,9 +234,6 @@ class VariationalCallback(PosteriorCallback):
     def _check_module(self, module: LightningModule) -> None:
         pass
 
-    def _begin_dry_run(self, trainer: Trainer) -> None:
-        """The mixin checks every step itself, and the callback stores nothing."""
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._q.begin(trainer)
