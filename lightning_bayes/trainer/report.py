@@ -2,7 +2,8 @@
 
 Messages to the user follow one rule. In `trainer`, `callbacks` and `mixins`, `rank_zero_info` reports what was done and
 `rank_zero_warn` what the user should change. The layers below do not know Lightning: they use the `lightning_bayes`
-logger.
+logger. Only `fit_l2m` and `Conformal.fit` use `warnings.warn`, because a caller may have to filter their warnings, as
+`L2MCallback` does.
 """
 
 from __future__ import annotations
