@@ -1,12 +1,7 @@
-"""Exceptions for networks, data and their curvature, one per kind of mistake, checks of networks, and the log of slow
-paths.
-
-If PyTorch lacks a batching or forward-mode rule for an operator, an exact but slow path is used and logged.
-"""
+"""Exceptions for networks, data and their curvature, one per kind of mistake, and checks of networks."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -15,8 +10,7 @@ import torch
 from torch import nn
 
 from lightning_bayes.arguments import format_value, instance, text
-
-logger = logging.getLogger("lightning_bayes")
+from lightning_bayes.network.messages import detail
 
 # Raised by PyTorch and Python themselves. Subclasses, such as out of memory, have a more specific meaning.
 PLAIN = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
@@ -79,8 +73,8 @@ def first_line(error: BaseException) -> str:
 
 @cache
 def log_slow_path(reason: str, path: str) -> None:
-    """Log once per process for each reason."""
-    logger.info("%s; %s, which is exact and slow", reason, path)
+    """Log, once for each reason, that PyTorch has no batching or forward-mode rule for an operator."""
+    detail("%s; %s, which is exact and slow", reason, path)
 
 
 def check_network(network: Any) -> nn.Module:
