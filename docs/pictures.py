@@ -210,8 +210,7 @@ def of_ensemble(members: DeepEnsemble) -> Panels:
 
 
 def main() -> None:
-    for package in ("lightning.pytorch", "lightning_bayes"):
-        logging.getLogger(package).setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     draw(sys.argv[1:])
 

@@ -121,8 +121,7 @@ def make_trainer(callbacks: list[Callback], **settings: Any) -> L.Trainer:
 
 def quiet() -> None:
     """Silence Lightning's notices on devices and workers, which would appear for every network."""
-    for package in ("lightning.pytorch", "lightning_bayes"):
-        logging.getLogger(package).setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
 

@@ -12,6 +12,7 @@ to stderr, as Lightning's are. Progress bars are `loaders.progress_bar`.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -38,8 +39,8 @@ def warn(message: str, *values: object, from_all: bool = False) -> None:
     `from_all`, every process warns, because the first one may not see the problem."""
     if not (from_all or _is_first_process()):
         return
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_internal(frame.f_globals.get("__name__", "")):
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and _is_internal(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
     warnings.warn(message % values if values else message, BayesWarning, stacklevel=level)
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, flag, plain_values
+from lightning_bayes.arguments import count, flag, plain_values, read_option
 from lightning_bayes.curvature import Curvature, fit_curvature
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, SubsetError
@@ -68,7 +68,8 @@ class LaplaceOptions:
         structure: Any, subset: Any, curvature: Any, prior_precision: Any, prior: Any, gp: Any = None
     ) -> LaplaceOptions:
         """From words or option objects."""
-        chosen = structure_option(structure)
+        chosen, subset = structure_option(structure), read_option("subset", subset, Subnetwork, lambda word: word)
+        curvature = read_option("curvature", curvature, FisherMC, lambda word: word)
         if isinstance(subset, Subnetwork):  # single weights of a layer have no Kronecker form
             if chosen.kind == "ekfac":
                 raise SubsetError(

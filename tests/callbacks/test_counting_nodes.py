@@ -21,7 +21,6 @@ from lightning_bayes.posterior.gaussian import PosteriorError
 
 pytest.importorskip("torch_geometric", reason="PyTorch Geometric is not installed: pip install torch_geometric")
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*the posterior does not improve the predictions"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*"),
 ]
 

@@ -20,9 +20,6 @@ from lightning_bayes.predictive.auto import survey
 from lightning_bayes.predictive.held_out import Scoring
 from lightning_bayes.trainer import held_out_choice as choices
 
-# Networks of two epochs are far from any posterior, and a temperature alone often does more for them.
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not improve")
-
 
 class Counting(TensorDataset):
     """How often each example was read."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from callback_cases import Classifier, Temperate, draw, held_out, labelled, laplace, train_loader, trainer
-from helpers.cli import run_cli
 from helpers.options import predictive_of
 from helpers.processes import environment
 from helpers.programs import run_program
@@ -19,10 +18,8 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_bayes import BNN, Gaussian, GaussianPosterior, L2MCallback, LaplaceCallback, LaplacePosterior, Tuning
+from lightning_bayes import GaussianPosterior, L2MCallback, LaplaceCallback, LaplacePosterior
 from lightning_bayes.posterior import fit_l2m
-
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 
 X = draw(5, 4, seed=9).double()
 HELD_OUT = DataLoader(wide(labelled(11, 5)), batch_size=4)
@@ -285,29 +282,6 @@ def test_a_compiled_module(tmp_path: Path) -> None:
     fitted(tmp_path, plain)
     assert torch.equal(callback.posterior.precision.diagonal(), plain.posterior.precision.diagonal())
     assert callback.posterior.subset.names == plain.posterior.subset.names
-
-
-@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) -> None:
-    words = """{likelihood: classification, scaling: dataset, prior_precision: 2.5, tune: null, loss_scale: 1.0,
-        predictive: {class_path: lightning_bayes.BNN, init_args: {samples: 7}}, n_data: 100, name: mine, ood: false,
-        plots: false, seed: 3}"""
-    cli = run_cli(tmp_path, Classifier, train_loader, {"L2MCallback": words})
-    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, L2MCallback)]
-    expected = fit_l2m(
-        cli.model, cli.trainer.optimizers, n_data=100, batch_size=batch_size_of(callback), loss_scale=1.0,
-        prior_precision=2.5,
-    )  # fmt: skip
-    same(callback.posterior, expected)
-    assert (callback.predictive, callback.seed) == (BNN(samples=7), 3)
-    assert callback.posterior_path == tmp_path / "mine_posterior.pt"
-
-    words = """{likelihood: {class_path: lightning_bayes.Gaussian, init_args: {noise_std: 0.3}}, scaling: paper,
-        prior_precision: [1.0, 2.0], tune: marglik}"""
-    cli = run_cli(tmp_path, Classifier, train_loader, {"L2MCallback": words}, run=False)
-    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, L2MCallback)]
-    assert isinstance(callback.likelihood, Gaussian)
-    assert (callback.scaling, callback.prior_precision, callback.tune) == ("paper", [1.0, 2.0], Tuning("marglik"))
 
 
 def test_the_two_kinds_of_callback_have_keys_of_their_own() -> None:

@@ -26,9 +26,6 @@ from torch.utils.data import DataLoader
 from lightning_bayes import GaussianPosterior, fit_laplace
 from lightning_bayes.posterior import PosteriorError
 
-# Lightning's notice that a new Trainer has no ModelCheckpoint.
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-
 X = draw(5, 4, seed=9)
 KEY = "LaplaceCallback[laplace]"
 

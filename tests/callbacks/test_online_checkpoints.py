@@ -31,11 +31,6 @@ from torch.utils.data import DataLoader
 
 from lightning_bayes import GaussianPosterior, Memory, OnlineLaplaceCallback
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:.*Checkpoint directory.*exists and is not empty"),
-]
-
 KEY = "OnlineLaplaceCallback[online_laplace]"
 X = draw(5, 4, seed=9).double()
 

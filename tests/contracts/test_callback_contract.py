@@ -36,14 +36,6 @@ TRAINING: dict[str, Any] = {"precision": "64-true", "reload_dataloaders_every_n_
 SCORES = {"classification": {"nll", "acc", "ece", "brier"}, "regression": {"nll", "rmse", "coverage"}}
 X = real(TESTED, FEATURES, seed=3)
 
-# That so little data is hardly a choice; and Lightning's own, that a folder holds checkpoints, and that a new Trainer
-# writes them elsewhere.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*the posterior does not improve the predictions"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
-]
-
 
 def plain(task: str) -> LitNet:
     return LitNet(task)

@@ -25,8 +25,6 @@ from torch import Tensor, nn
 
 from lightning_bayes.mixins.multiplier import LogSigmaMultiplierMixin, OptimizerError, add_missing, multipliers
 
-pytestmark = pytest.mark.filterwarnings("ignore:log σ can move")
-
 
 def net_only(module: Any) -> torch.optim.Optimizer:
     """A user's optimizer that knows nothing of log σ, with a learning rate for each layer."""

@@ -55,13 +55,10 @@ def call(recipe: str, data: Path, output: Path, *options: str) -> str:
         patch.setattr(sys, "argv", arguments)
         for name, value in {**OFFLINE, "PL_GLOBAL_SEED": "0"}.items():
             patch.setenv(name, value)
-        loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_bayes")]
-        levels = [logger.level for logger in loggers]
         try:
             parts(recipe).main()
         finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+            logging.disable(logging.NOTSET)
     return printed.getvalue()
 
 
