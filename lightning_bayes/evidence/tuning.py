@@ -50,7 +50,7 @@ from lightning_bayes.evidence.linear_model import LinearModel, check_convex, che
 from lightning_bayes.network import DataError, Processes
 from lightning_bayes.network.accumulation import in_float64, number_like
 from lightning_bayes.network.loaders import check_loader, progress_bar
-from lightning_bayes.network.messages import detail, warn
+from lightning_bayes.network.messages import inform, warn
 from lightning_bayes.options.predictive import predictive_option
 from lightning_bayes.options.tuning import CalibrateWord, TuneWord, Tuning, tuning_option
 from lightning_bayes.posterior.fit import warn_of_rank
@@ -479,5 +479,5 @@ def _report(posterior: LaplacePosterior, residual: float, change: float, passes:
     if residual > max(_LARGE_GRADIENT, tolerance):
         warn(f"{message}: the prior may still change, raise `passes`", evidence, passes, residual)
     else:
-        detail(f"{message}; the last step changed log Λ by %.1g", evidence, passes, residual, change)
+        inform(f"{message}; the last step changed log Λ by %.1g", evidence, passes, residual, change)
     warn_at_bound(posterior)

@@ -97,8 +97,8 @@ def _roles(trainer: Trainer) -> dict[str, Role]:
     return roles
 
 
-def checkpoints_to_fit(checkpoints: list[CheckpointInfo], weights: str) -> list[list[CheckpointInfo]]:
-    """Group the checkpoints that need another pass over the data by their weights; `weights` is one of `WEIGHTS`."""
+def checkpoints_to_fit(checkpoints: list[CheckpointInfo], weights: WeightsWord) -> list[list[CheckpointInfo]]:
+    """Group the checkpoints that need another pass over the data by their weights."""
     roles = {"both": ("best", "last"), "best": ("best",), "last": ()}[weights]
     groups: dict[str, list[CheckpointInfo]] = {}
     for checkpoint in checkpoints:

@@ -412,8 +412,7 @@ class PosteriorCallback(Callback):
         self._draws = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._restore_predict_step()
-        self._draws = None
+        self.on_predict_end(trainer, pl_module)
         self._end_dry_run()
 
     def _restore_predict_step(self) -> None:

@@ -22,7 +22,6 @@ from marginal_cases import (
     loader,
     marginal,
     regressor,
-    sgd,
     trained,
 )
 from torch import Tensor, nn
@@ -236,15 +235,6 @@ def test_a_finished_run_that_is_resumed_ends_with_the_best_weights(tmp_path: Pat
     resumed, _ = trained(tmp_path, Net(), again, path=checkpoint.last_model_path)
     assert torch.equal(flat(resumed), flat(whole))
     assert torch.equal(again.posterior.mean, callback.posterior.mean)
-
-
-def test_a_second_fit_begins_with_the_prior_that_was_given(tmp_path: Path) -> None:
-    callback, model = marginal(prior_precision=2.0, burn_in_epochs=1, evidence=Learning(steps=50)), Net(optimizer=sgd)
-    first, _ = trained(tmp_path, model, callback)
-    learned = callback.state_dict()["hyperparameters"]
-    second, _ = trained(tmp_path, model, callback)
-    assert torch.equal(flat(first), flat(second))
-    assert callback.state_dict()["hyperparameters"] == learned
 
 
 # -- monitors ----------------------------------------------------------------------------------------------------------

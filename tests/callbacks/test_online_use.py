@@ -272,15 +272,6 @@ def test_nothing_to_train_leaves_no_posterior(tmp_path: Path) -> None:
         assert "training_step" not in model.__dict__
 
 
-def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
-    callback = online(n_data=EXAMPLES)
-    trained(tmp_path, Autoencoder(), vectors(), callback)
-    run = trained(tmp_path, Autoencoder(), vectors(), callback)
-    agree(run, ByHand(Autoencoder(), EXAMPLES).run(vectors(), run.noises))
-    first = trained(tmp_path, Autoencoder(), vectors())
-    assert torch.equal(run.weights, first.weights)
-
-
 def test_one_trainer_for_two_fits_begins_anew_from_the_weights_of_the_first(tmp_path: Path) -> None:
     callback, model = online(n_data=EXAMPLES), Autoencoder()
     fit = trainer(tmp_path, callback, precision="64-true", max_epochs=1)

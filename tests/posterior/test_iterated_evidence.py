@@ -159,7 +159,7 @@ def test_the_optimum_of_other_structures_has_no_gradient(structure: str, caplog:
             batches(x, y),
         )
     (said,) = [record for record in caplog.records if "linear evidence" in record.getMessage()]
-    assert said.levelno == logging.DEBUG
+    assert said.levelno == logging.INFO
     _, passes, residual, moved = said.args  # type: ignore[misc]
     assert passes < 3000  # type: ignore[operator]
     assert max(residual, moved) <= 1e-6  # type: ignore[type-var, operator]
