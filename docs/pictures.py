@@ -210,7 +210,8 @@ def of_ensemble(members: DeepEnsemble) -> Panels:
 
 
 def main() -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for package in ("lightning.pytorch", "lightning_bayes"):
+        logging.getLogger(package).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     draw(sys.argv[1:])
 

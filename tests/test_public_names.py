@@ -71,7 +71,7 @@ BESIDES = {
     *("Subnetwork", "fit_measurements"),
     *("Full", "Kron", "EKFAC", "Diag", "LowRank", "FisherMC", "Prior", "GLM", "BNN", "GP", "MAP", "Tuning", "Learning"),
     *("Memory", "Network", "FitData"),
-    *("evaluate", "fit", "fit_l2m", "replace_activations"),
+    *("BayesWarning", "evaluate", "fit", "fit_l2m", "replace_activations"),
 }
 
 FIXED_METRICS = {

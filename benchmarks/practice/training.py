@@ -121,7 +121,8 @@ def make_trainer(callbacks: list[Callback], **settings: Any) -> L.Trainer:
 
 def quiet() -> None:
     """Silence Lightning's notices on devices and workers, which would appear for every network."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for package in ("lightning.pytorch", "lightning_bayes"):
+        logging.getLogger(package).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
 

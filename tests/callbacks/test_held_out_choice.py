@@ -179,7 +179,7 @@ def test_without_validation_data_the_evidence_decides_and_it_is_said(
     callback = LaplaceCallback()
     with caplog.at_level(logging.INFO):
         make_trainer(tmp_path, callback).fit(Classifier(), train_loader())
-    assert "no validation data to tune and calibrate on" in caplog.text
+    assert "no held-out data: the evidence chooses the prior" in caplog.text
     posterior = callback.posterior
     assert posterior.calibrations == ()
     expected = posterior.with_prior(1.0).tune_prior("linear")

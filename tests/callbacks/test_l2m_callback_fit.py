@@ -1,7 +1,6 @@
 """`trainer.fit` with `L2MCallback`: training does not change, and the posterior comes from its optimizer."""
 
 import csv
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -477,7 +476,6 @@ def test_a_number_of_examples_that_the_evidence_would_contradict_is_refused_befo
 
 
 def test_one_log_line_and_the_same_numbers_in_every_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero")
     logger = CSVLogger(tmp_path)
     callback = l2m()
     _, fit = fitted(tmp_path, callback, logger=logger, log_every_n_steps=1)

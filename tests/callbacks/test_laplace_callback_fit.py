@@ -1,7 +1,6 @@
 """`trainer.fit`: training does not change, and the posterior equals that of `fit_laplace`."""
 
 import csv
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +109,6 @@ def test_the_noise_of_a_regression_is_tuned_with_the_prior(tmp_path: Path) -> No
 def test_one_log_line_has_examples_evidence_effective_parameters_and_prior(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero")
     callback = laplace()
     fitted(tmp_path, callback)
     posterior = callback.posterior

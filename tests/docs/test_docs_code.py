@@ -68,7 +68,7 @@ def test_structures() -> None:
 
 
 def test_curvature(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         names = run_page(DOCS / "curvature.md")
     H, network, x = names["H"], names["network"], names["x"]
     J = torch.func.jacrev(lambda p: torch.func.functional_call(network, p, (x,)))(dict(network.named_parameters()))

@@ -99,8 +99,8 @@ def call(name: str, *arguments: str) -> str:
     if name == "lora":
         pytest.importorskip("transformers", reason="Hugging Face models are the extra `real`")
         pytest.importorskip("peft", reason="LoRA adapters are the extra `real`")
-    logger, modules = logging.getLogger("lightning.pytorch"), set(sys.modules)
-    level, printed = logger.level, io.StringIO()
+    loggers, modules = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_bayes")], set(sys.modules)
+    levels, printed = [logger.level for logger in loggers], io.StringIO()
     with (
         tempfile.TemporaryDirectory() as empty,
         pytest.MonkeyPatch.context() as patch,
@@ -117,7 +117,8 @@ def call(name: str, *arguments: str) -> str:
             if end.code:
                 raise
         finally:
-            logger.setLevel(level)
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
             for module in set(sys.modules) - modules:
                 if str(getattr(sys.modules[module], "__file__", "")).startswith(str(RECIPES)):
                     del sys.modules[module]

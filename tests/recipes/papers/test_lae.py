@@ -55,11 +55,13 @@ def call(recipe: str, data: Path, output: Path, *options: str) -> str:
         patch.setattr(sys, "argv", arguments)
         for name, value in {**OFFLINE, "PL_GLOBAL_SEED": "0"}.items():
             patch.setenv(name, value)
-        level = logging.getLogger("lightning.pytorch").level
+        loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_bayes")]
+        levels = [logger.level for logger in loggers]
         try:
             parts(recipe).main()
         finally:
-            logging.getLogger("lightning.pytorch").setLevel(level)
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
     return printed.getvalue()
 
 
