@@ -38,7 +38,7 @@ from lightning_bayes.evidence.evidence import PriorGroups
 from lightning_bayes.evidence.tuning import ascend, fixed_point
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, inputs
-from lightning_bayes.network.accumulation import float64_device
+from lightning_bayes.network.float64 import float64_device
 from lightning_bayes.network.messages import inform, warn
 from lightning_bayes.network.subset import layer_of
 from lightning_bayes.options.fit import CurvatureWord, FisherMC, StructureOption, StructureWord, SubsetWord

@@ -28,7 +28,7 @@ from lightning_bayes.jacobian.gradients import CACHE
 from lightning_bayes.jacobian.layers import BatchAxis, Embedding, Rows, strip_products
 from lightning_bayes.jacobian.plan import LayerUse
 from lightning_bayes.network import Processes
-from lightning_bayes.network.accumulation import float64_device
+from lightning_bayes.network.float64 import float64_device
 from lightning_bayes.structures import EKFAC, Dense, Diagonal, Factor, Gram, Kronecker, Structure
 
 PANEL = 256  # columns of a triangular product at a time

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from lightning_bayes.jacobian.checks import ORDER_REMEDY, SAME_ORDER, BatchChecks, PassOrder, check_output
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, Subset, inputs, private
-from lightning_bayes.network.accumulation import float64_device, in_float64, number_like, widest
 from lightning_bayes.network.errors import not_finite
+from lightning_bayes.network.float64 import float64_device, in_float64, number_like, widest
 from lightning_bayes.network.messages import warn
 from lightning_bayes.network.output import Output
 from lightning_bayes.structures import Structure

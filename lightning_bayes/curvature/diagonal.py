@@ -58,8 +58,8 @@ from lightning_bayes.jacobian.graph import keeps_rows, uses
 from lightning_bayes.jacobian.plan import Plan, make_plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, inputs
-from lightning_bayes.network.borrowed import borrowed, unwrap
-from lightning_bayes.network.private import pytree
+from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.private import pytree, uncompiled
 from lightning_bayes.structures import Diagonal
 
 MERGING = 4.0  # the cost of an operation in an orthogonal decomposition, relative to a matrix product
@@ -93,7 +93,7 @@ class BatchDiagonal:
 
     def __call__(self, x: Any, y: Tensor) -> Tensor:
         """The sum over the batch.  # [P]"""
-        network = unwrap(self.network)
+        network = uncompiled(self.network)
         with borrowed(network, self.subset.names), torch.no_grad():
             x = _copy(x)
             self._method = self._method or self._choose_method(network, x)
@@ -182,7 +182,7 @@ class DiagonalSum(BatchSum):
 def choose_mode(network: nn.Module, subset: Subset, x: Any, threshold: float) -> Literal["exact", "mixed"]:
     """The mode for "auto": "exact" if `M` is never large, otherwise "mixed"; an error names an operation without a
     rule."""
-    network = unwrap(network)
+    network = uncompiled(network)
     with borrowed(network, subset.names), torch.no_grad():
         trial = probe(network, subset, _copy(x))
         if trial.largest <= threshold:

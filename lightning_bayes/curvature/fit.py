@@ -25,8 +25,7 @@ from lightning_bayes.jacobian.plan import describe, find_last_layer, make_plan, 
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
 from lightning_bayes.network.adapters import Sequences
-from lightning_bayes.network.borrowed import borrowed, preserved_rng, unwrap
-from lightning_bayes.network.errors import check_network
+from lightning_bayes.network.borrowed import borrowed, check_network, preserved_rng
 from lightning_bayes.network.inputs import WholeInput, explained
 from lightning_bayes.network.loaders import ProgressLoader, check_loader, n_examples, reads_once
 from lightning_bayes.network.messages import detail, warn
@@ -103,7 +102,7 @@ def fit_curvature(
     count("first_example", first_example, least=0)
     flag("dry_run", dry_run)
     likelihood, read = resolve(likelihood), output_option(output)
-    network = read_as(check_network(unwrap(network)), read.output, read.class_dim)
+    network = read_as(check_network(network), read.output, read.class_dim)
     check_loader(loader)
     check_passes(form, loader)
     normalised: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ from lightning_bayes.jacobian.plan import Plan
 from lightning_bayes.jacobian.products import GGNProduct, output_fisher
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, Processes
-from lightning_bayes.network.accumulation import in_float64
+from lightning_bayes.network.float64 import in_float64
 from lightning_bayes.network.messages import detail
 from lightning_bayes.structures import LowRank
 

@@ -38,8 +38,8 @@ from torch import Tensor
 from lightning_bayes.arguments import word
 from lightning_bayes.jacobian.plan import normalised_layers
 from lightning_bayes.network import DataError, inputs
-from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.float64 import in_float64
 from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.network.messages import inform
 from lightning_bayes.posterior.gaussian import PosteriorError, implements

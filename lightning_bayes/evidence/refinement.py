@@ -39,8 +39,8 @@ from lightning_bayes.evidence.linear_model import (
     weights_of,
 )
 from lightning_bayes.network import DataError, inputs
-from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.network.float64 import in_float64
 from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.network.messages import warn
 from lightning_bayes.posterior.at_mean import linearised_outputs, outputs

@@ -48,7 +48,7 @@ from lightning_bayes.curvature.fit import check_processes
 from lightning_bayes.evidence.evidence import LARGEST, Evidence, PriorGroups, with_normalised
 from lightning_bayes.evidence.linear_model import LinearModel, check_convex, check_refit, forcing, gradient_norm
 from lightning_bayes.network import DataError, Processes
-from lightning_bayes.network.accumulation import in_float64, number_like
+from lightning_bayes.network.float64 import in_float64, number_like
 from lightning_bayes.network.loaders import check_loader, progress_bar
 from lightning_bayes.network.messages import inform, warn
 from lightning_bayes.options.predictive import predictive_option

@@ -40,7 +40,7 @@ from lightning_bayes.inverse.block_prior import BlockPrior, ExpectedVariation
 from lightning_bayes.jacobian.products import FixedJacobian
 from lightning_bayes.likelihoods import LinearMeasurement
 from lightning_bayes.network import inputs
-from lightning_bayes.network.accumulation import in_float64
+from lightning_bayes.network.float64 import in_float64
 from lightning_bayes.network.messages import warn
 from lightning_bayes.network.subset import resolve_subset
 from lightning_bayes.posterior.gaussian import PosteriorError

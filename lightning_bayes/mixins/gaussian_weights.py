@@ -34,9 +34,9 @@ from lightning_bayes.arguments import format_names, format_value, is_positive
 from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.mixins.training_step import Gradients, StepChecks, with_known_gradient, without_wrong
 from lightning_bayes.network import Subset, private
-from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.messages import warn
 from lightning_bayes.network.output import Output, wrap_output
+from lightning_bayes.network.private import uncompiled
 from lightning_bayes.network.subset import flat, parts
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.at_mean import fingerprint
@@ -134,7 +134,7 @@ class GaussianWeights:
         return [p for p in self.module.parameters() if p.requires_grad and id(p) not in log_σ]
 
     def posterior(self) -> GaussianPosterior:
-        network = wrap_output(unwrap(self.network), self.read_as)
+        network = wrap_output(uncompiled(self.network), self.read_as)
         log_σ = {id(μ): l for μ, l in self.pairs().values()}
         weights = {name: p for name, p in network.named_parameters() if id(p) in log_σ}
         with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be differentiated later

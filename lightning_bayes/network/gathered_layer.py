@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_bayes.network import inputs, private
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.errors import NetworkError
-from lightning_bayes.network.inputs import Arguments, Change, Container
+from lightning_bayes.network.inputs import Arguments, Change, Container, PartialNetwork
 from lightning_bayes.network.output import network_name, unwrap_output
 from lightning_bayes.network.processes import is_sharded, reshard, whole
 from lightning_bayes.network.subset import layer_of
@@ -32,7 +32,7 @@ from lightning_bayes.network.subset import layer_of
 _WAY_OUT = "use L2MCallback, structure='diag' with curvature='empirical_fisher', or strategy='ddp'"
 
 
-class GatheredLayer(nn.Module):
+class GatheredLayer(PartialNetwork):
     """A plain copy of one layer of a sharded network, under the same name, on all processes."""
 
     def __init__(self, network: nn.Module, layer: str) -> None:
@@ -74,10 +74,6 @@ class Features(Container):
     dims: tuple[int, int] | None  # a dimension of the layer's outputs to move, and its destination
     shape: torch.Size  # of the outputs of an example
 
-    @classmethod
-    def wrap(cls, network: nn.Module, x: Any, n_targets: int | None) -> Container | None:
-        return network.features(x) if isinstance(network, GatheredLayer) else None
-
     @property
     def size(self) -> int:
         return len(self.inputs)
@@ -107,11 +103,6 @@ def gathered_for(network: nn.Module, names: tuple[str, ...]) -> nn.Module:
     if not is_sharded(network) or len(layers) > 1 or "network" in layers:
         return network
     return GatheredLayer(network, layers.pop())
-
-
-def ungathered(network: nn.Module) -> nn.Module:
-    """The network that a gathered layer belongs to; another network is returned unchanged."""
-    return network.whole if isinstance(network, GatheredLayer) else network
 
 
 @dataclass

@@ -40,15 +40,15 @@ def warn(message: str, *values: object, from_all: bool = False) -> None:
     if not (from_all or _is_first_process()):
         return
     level, frame = 1, inspect.currentframe()
-    while frame is not None and _is_internal(frame.f_globals.get("__name__", "")):
+    while frame is not None and frame.f_back is not None and _is_internal(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
     warnings.warn(message % values if values else message, BayesWarning, stacklevel=level)
 
 
-def inform(message: str, *values: object) -> None:
+def inform(message: str) -> None:
     """Report what was done."""
     if _is_first_process():
-        logger.info(message, *values)
+        logger.info(message)
 
 
 def detail(message: str, *values: object) -> None:

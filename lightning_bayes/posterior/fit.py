@@ -23,9 +23,9 @@ from lightning_bayes.arguments import count, flag, plain_values, read_option
 from lightning_bayes.curvature import Curvature, fit_curvature
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, SubsetError
-from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.messages import warn
 from lightning_bayes.network.output import read_as, wrap_output
+from lightning_bayes.network.private import uncompiled
 from lightning_bayes.network.subset import check_subset
 from lightning_bayes.options.fit import (
     CurvatureWord,
@@ -213,7 +213,7 @@ def fit_posterior(
 ) -> LaplacePosterior:
     """`fit_laplace` with its options read. A `dry_run` leaves out the expensive parts (see `fit_curvature`)."""
     read = output_option(output)
-    network = read_as(unwrap(network), read.output, read.class_dim)
+    network = read_as(uncompiled(network), read.output, read.class_dim)
     points = None if options.gp is None else PointSelection(options.gp, network, seed, processes)
     fit = partial(
         fit_curvature, network, likelihood=likelihood, curvature=options.curvature, output=output, processes=processes,

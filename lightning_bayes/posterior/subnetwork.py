@@ -22,7 +22,7 @@ from lightning_bayes.arguments import count, format_names, format_value
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.curvature.fit import check_processes
 from lightning_bayes.network import DataError, Processes, SubsetError
-from lightning_bayes.network.errors import check_network
+from lightning_bayes.network.borrowed import check_network
 from lightning_bayes.network.messages import warn
 from lightning_bayes.network.subset import resolve_subset, trainable
 from lightning_bayes.posterior.gaussian import GaussianPosterior

@@ -50,8 +50,8 @@ from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.likelihoods.base import log_probability
 from lightning_bayes.metrics.functional.statistics import accumulation_dtype
 from lightning_bayes.network import DataError, inputs
-from lightning_bayes.network.accumulation import running_sum
 from lightning_bayes.network.borrowed import generator_on, preserved_rng
+from lightning_bayes.network.float64 import running_sum
 from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.network.messages import warn
 from lightning_bayes.network.processes import as_bits, hashed, unit

@@ -32,8 +32,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import format_value, instance, listed
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood
-from lightning_bayes.network.borrowed import copied_generator
-from lightning_bayes.network.errors import submodule
+from lightning_bayes.network.borrowed import copied_generator, submodule
 from lightning_bayes.network.output import unwrap_output
 from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError

@@ -24,9 +24,9 @@ from lightning_bayes.metrics import (
     RegressionCalibrationError,
 )
 from lightning_bayes.network import adapters, inputs
-from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.errors import DataError
+from lightning_bayes.network.float64 import float64_device, in_float64
 from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
 from lightning_bayes.posterior import GaussianPosterior

@@ -18,8 +18,8 @@ from lightning_bayes.arguments import format_value, word
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood, Predictive
 from lightning_bayes.network import DataError, inputs
-from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import generator_on, preserved_rng
+from lightning_bayes.network.float64 import float64_device, in_float64
 from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.network.messages import warn
 from lightning_bayes.options.predictive import GLM, MAP, PredictiveOption, predictive_option

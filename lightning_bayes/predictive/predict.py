@@ -67,7 +67,8 @@ def predict(
     check_generator(generator)
     flag("calibrated", calibrated)
     flag("split", split)
-    check_differentiable(differentiable, x)
+    if flag("differentiable", differentiable):
+        check_differentiable(x)
     likelihood = posterior.likelihood
     likelihood.choose_link(option.link)  # raises for an unknown link
     calibration = posterior.calibration_of(option.kind, option.link) if calibrated else None

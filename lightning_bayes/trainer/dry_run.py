@@ -33,9 +33,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.network import CurvatureError, DataError, inputs
-from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import RandomState, borrowed, eager, kept_buffers, preserved_rng
 from lightning_bayes.network.errors import OutputError, first_line, is_out_of_memory
+from lightning_bayes.network.float64 import in_float64
 from lightning_bayes.network.messages import inform, warn
 from lightning_bayes.network.output import Output, network_name, output_of, unwrap_output
 from lightning_bayes.network.processes import is_sharded

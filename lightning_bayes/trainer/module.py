@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import format_value
 from lightning_bayes.network import adapters, inputs
-from lightning_bayes.network.errors import NetworkError, submodule
+from lightning_bayes.network.borrowed import submodule
+from lightning_bayes.network.errors import NetworkError
 from lightning_bayes.network.messages import inform
 from lightning_bayes.trainer.private import class_name, is_default_predict_step
 

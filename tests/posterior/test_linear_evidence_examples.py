@@ -64,6 +64,7 @@ def test_error_bars_of_the_tutorials_one_dimensional_example() -> None:
 
 
 @pytest.mark.parametrize("prior_groups", [None, "layers"])
+@pytest.mark.filterwarnings("ignore:tuning stopped at the bound")
 def test_a_convolutional_network_on_digits_comes_to_the_optimum(
     prior_groups: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -153,6 +153,7 @@ def test_training_points_are_kept_in_the_first_pass_alone(selection: str) -> Non
 
 
 @pytest.mark.parametrize("prior", [10.0, 1e-3, [1e-3, 1e-2]])
+@pytest.mark.filterwarnings("ignore:structure='lowrank' cannot tell eigenvalues")
 def test_float32_has_variances_that_are_positive_and_no_smaller_than_the_full_ones(prior: Any) -> None:
     """The largest eigenvalue is up to 10⁸ times the prior, which float32 could not subtract."""
     net, y = network(), TARGETS["regression"][1]
@@ -209,6 +210,7 @@ def test_without_held_out_data_auto_takes_the_evidence_at_the_weights() -> None:
 
 @pytest.mark.parametrize("predictive", ["glm", "bnn"])
 @pytest.mark.parametrize("task", TARGETS)
+@pytest.mark.filterwarnings("ignore:the data determine all 5 eigenpairs")
 def test_held_out_data_choose_among_priors_that_are_no_wider_than_the_evidence_says(task: str, predictive: str) -> None:
     """With five of 52 directions the evidence of these data wants a prior that is far too wide."""
     low = fitted(task, LowRank(rank=5), prior_precision=1.0)

@@ -181,8 +181,9 @@ def test_a_layer_of_zeros_gets_the_largest_prior_and_a_warning() -> None:
     nn.init.zeros_(problem.network[2].weight)
     nn.init.zeros_(problem.network[2].bias)
     for method in ("marglik", "mackay"):
-        with pytest.warns(BayesWarning, match=r"bound of 1e\+08 for the prior precision of 2: the evidence grows"):
+        with pytest.warns(BayesWarning) as warned:
             tuned = fitted(problem, "diag").tune_prior(Tuning(method, groups="layers"))
+        assert any("bound of 1e+08 for the prior precision of 2: the evidence grows" in str(w.message) for w in warned)
         assert tuned.prior_precision.isfinite().all()
         assert tuned.prior_precision[1] > 1e4
         assert tuned.predict(problem.x).variance.isfinite().all()
@@ -204,6 +205,7 @@ def test_data_that_want_no_prior_are_named_in_a_warning() -> None:
 @pytest.mark.filterwarnings("ignore:MacKay's fixed point still moves")  # towards no noise at all
 @pytest.mark.parametrize("structure", FITTED)
 @pytest.mark.parametrize("method", ["marglik", "mackay"])
+@pytest.mark.filterwarnings("ignore:MacKay's fixed point still moves")
 def test_a_network_that_interpolates_in_float32_is_tuned(structure: str, method: str) -> None:
     """Its squared error drowns in the rounding of the log-likelihood: the noise falls until γ is N·C, which the full
     matrix, of rank N·C, has without any noise."""
@@ -345,6 +347,7 @@ def test_a_network_that_is_itself_a_layer_has_one_prior_per_layer() -> None:
 
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
 @pytest.mark.parametrize("method", ["marglik", "mackay", "linear"])
+@pytest.mark.filterwarnings("ignore:tuning stopped at the bound")
 def test_the_same_prior_is_found_whatever_the_order_of_float32_sums(structure: str, method: str) -> None:
     """Batches are summed in another order, as on another number of processes."""
     torch.manual_seed(0)
