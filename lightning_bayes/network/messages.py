@@ -45,10 +45,10 @@ def warn(message: str, *values: object, from_all: bool = False) -> None:
     warnings.warn(message % values if values else message, BayesWarning, stacklevel=level)
 
 
-def inform(message: str) -> None:
+def inform(message: str, *values: object) -> None:
     """Report what was done."""
     if _is_first_process():
-        logger.info(message)
+        logger.info(message, *values)
 
 
 def detail(message: str, *values: object) -> None:
