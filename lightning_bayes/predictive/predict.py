@@ -78,6 +78,7 @@ def predict(
         # One forward pass is enough for the plain network.
         known_law = None if f is None or not is_plain(posterior) else OutputLaw(f)
         law = known_law or output_law(posterior, x, option, generator, differentiable)
+        energy = -law.mean.logsumexp(1) if likelihood.chooses_one_class else None
         law = law.tempered(calibration.output_temperature)
         link = law.choose_link(likelihood, (option.link or calibration.link or None) if option.is_linear else None)
         # A closed form needs samples only to split the variance.
@@ -90,7 +91,7 @@ def predict(
             s = calibration.variance_factor
             parts = {"epistemic": s * predictive_.epistemic, "aleatoric": s * predictive_.aleatoric}
             predictive_ = replace(predictive_, **parts)
-        prediction = Prediction.from_predictive(predictive_)
+        prediction = replace(Prediction.from_predictive(predictive_), energy=energy)
         if differentiable:
             return prediction
         known = posterior.known_novelty
