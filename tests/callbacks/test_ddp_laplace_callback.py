@@ -122,6 +122,8 @@ class Scenarios:
             "effective parameters": posterior.effective_parameters,
             "functional covariance": posterior.functional(X)[1],
             "prediction": posterior.predict(X).probs,
+            "novelty": posterior.novelty(X),
+            "known novelty": posterior.known_novelty,
             "samples": posterior.sample(3, torch.Generator().manual_seed(2)),
             "sampled prediction": posterior.predict(
                 X, BNN(samples=4), generator=torch.Generator().manual_seed(2)
@@ -218,6 +220,8 @@ QUANTITIES = (
     "effective parameters",
     "functional covariance",
     "prediction",
+    "novelty",
+    "known novelty",
     "samples",
     "sampled prediction",
 )
