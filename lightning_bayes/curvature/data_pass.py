@@ -135,6 +135,7 @@ class DataPass:
     def __init__(self, likelihood: Likelihood, processes: Processes | None = None, first_example: int = 0) -> None:
         self._likelihood, self._processes, self._first_example = likelihood, processes or Processes(), first_example
         self._n_passes = 0
+        self._gradient: Tensor | None = None
         self.n_data = self.n_outputs = 0  # over all processes, after the first pass
 
     def fit(self, batches: Batches, make_sum: MakeSum, total: BatchSum | None = None) -> Curvature:
@@ -211,14 +212,13 @@ class DataPass:
         total = self._total
         total.gather(self._processes)
         counts = self._totals.new_tensor([self._n_examples, self._n_numbers])
+        learned = []
         if self._n_passes == 1 and total.learns_likelihood:
-            self._gradient = None
+            learned.append(self._totals)
             if self._gradients:
-                self._gradient = total.subset.narrow(torch.cat([g.flatten() for g in self._gradients]))
-            gradient = [] if self._gradient is None else [self._gradient]
-            self._processes.sum_([*total.sums, *gradient, counts, self._totals])
-        else:
-            self._processes.sum_([*total.sums, counts])
+                self._gradient = total.subset.join(self._gradients)
+                learned.append(self._gradient)
+        self._processes.sum_([*total.sums, counts, *learned])
         self._check_counts(*map(int, counts.tolist()))
         if (name := total.overflowing()) is not None:
             raise not_finite(name)

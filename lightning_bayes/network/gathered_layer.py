@@ -58,12 +58,11 @@ class GatheredLayer(PartialNetwork):
 
     def features(self, x: Any) -> Features:
         """Run the sharded network on `x`, on all processes."""
-        watch = _watched_run(self.whole, x)
-        if watch.layer != self._layer:
-            raise NetworkError(f"the last layer was {self._layer}, but for this input it is {watch.layer}")
-        a = watch.features()
+        layer, a = _last_layer(self.whole, x)
+        if layer != self._layer:
+            raise NetworkError(f"the last layer was {self._layer}, but for this input it is {layer}")
         weights = next(self.parameters())
-        return replace(a, inputs=a.inputs.to(weights.device, weights.dtype))
+        return a.map(lambda t: t.to(weights.device, weights.dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +93,7 @@ class Features(Container):
 
 def gathered(network: nn.Module, x: Any) -> GatheredLayer:
     """The last layer of a sharded network, found by running it on `x`, on all processes."""
-    return GatheredLayer(network, _watched_run(network, x).layer)
+    return GatheredLayer(network, _last_layer(network, x)[0])
 
 
 def gathered_for(network: nn.Module, names: tuple[str, ...]) -> nn.Module:
@@ -165,13 +164,13 @@ def watching(network: nn.Module) -> Iterator[LayerWatch]:
         yield watch
 
 
-def _watched_run(network: nn.Module, x: Any) -> LayerWatch:
+def _last_layer(network: nn.Module, x: Any) -> tuple[str, Features]:
+    """The name of the last layer and its inputs, from a run on `x`."""
     with torch.inference_mode(False), borrowed(network, ()), torch.no_grad(), watching(network) as watch:
         x = inputs.to_device(inputs.contained(network, x), inputs.device_of(network))
         watch.f = inputs.call(network, x)
     reshard(network)
-    watch.features()  # raises if the layer cannot be separated
-    return watch
+    return watch.layer, watch.features()
 
 
 def plain_copy(layer: nn.Module, zeros: bool = False) -> nn.Module:
