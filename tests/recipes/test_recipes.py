@@ -4,7 +4,6 @@ import ast
 import importlib
 import io
 import json
-import logging
 import os
 import re
 import sys
@@ -116,7 +115,6 @@ def call(name: str, *arguments: str) -> str:
             if end.code:
                 raise
         finally:
-            logging.disable(logging.NOTSET)
             for module in set(sys.modules) - modules:
                 if str(getattr(sys.modules[module], "__file__", "")).startswith(str(RECIPES)):
                     del sys.modules[module]

@@ -3,7 +3,6 @@
 import importlib
 import io
 import json
-import logging
 import math
 import shutil
 import sys
@@ -55,10 +54,7 @@ def call(recipe: str, data: Path, output: Path, *options: str) -> str:
         patch.setattr(sys, "argv", arguments)
         for name, value in {**OFFLINE, "PL_GLOBAL_SEED": "0"}.items():
             patch.setenv(name, value)
-        try:
-            parts(recipe).main()
-        finally:
-            logging.disable(logging.NOTSET)
+        parts(recipe).main()
     return printed.getvalue()
 
 

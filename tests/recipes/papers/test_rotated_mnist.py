@@ -14,6 +14,7 @@ from helpers.image_files import write_idx
 from recipes.papers.subnetwork import rotated_mnist
 from recipes.program import append_rows, read_rows
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* chosen weights have no curvature")  # of pixels that are zero
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
