@@ -41,6 +41,7 @@ from lightning_bayes.evidence.whitened_model import (
     symmetric_root,
 )
 from lightning_bayes.network import DataError, inputs
+from lightning_bayes.network.accumulation import cast_like
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.posterior.gaussian import PosteriorError, implements
@@ -130,21 +131,20 @@ def _variational(
     points = normal_points(samples, model.train.f.shape[1], seed).to(model.train.f)
     diagonal = posterior.curvature.structure.word == "diag"
     best = maximise(model, points, diagonal, tolerance, _ROUNDS, progress)
-    share = abs(best.gain / best.bound)
     if best.rounds == _ROUNDS:
         logger.warning(
             "variational refinement still gains %.1g nats per round after %d rounds: a larger prior precision helps",
             best.gain,
             _ROUNDS,
         )
-    elif _LARGE_GAIN < share < math.inf:
+    elif _LARGE_GAIN * abs(best.bound) < best.gain < math.inf:
         logger.warning(
             "variational refinement cannot improve a lower bound of %.6g, although the last round gained %.1g: raise "
             "`samples`, or the prior precision",
             best.bound,
             best.gain,
         )
-    root = symmetric_root(best.W * posterior.temperature)
+    root = cast_like(symmetric_root(best.W * posterior.temperature), posterior.mean)
 
     def root_at(x: Any, y: Tensor, examples: Tensor) -> Tensor:
         return root[examples].movedim(-1, 0).reshape(root.shape[-1], len(examples), *model.train.shape)

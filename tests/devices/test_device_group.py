@@ -18,7 +18,6 @@ from second_device import load
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_bayes import (
-    GP,
     L2MCallback,
     LaplaceCallback,
     MarginalLikelihoodCallback,
@@ -40,7 +39,6 @@ def run(device: torch.device, processes: Processes) -> dict[str, Any]:
             **{structure: {"structure": structure} for structure in STRUCTURES},
             "labels that are drawn": {"curvature": "fisher_mc"},
             "points": {"gp": 5},
-            "points by leverage": {"gp": GP(points=5, selection="leverage")},
             "subnetwork": {"subset": Subnetwork(7)},
         }
         for name, options in rows.items():

@@ -96,7 +96,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a subnetwork": {"subset": torch.tensor([0, 3, 7, 11, 20, 30, 40, 45])},
     "some parameters": {"subset": ["0.weight", "3.bias"]},
     "the last layer": {"subset": "last_layer"},
-    "leverage": {"gp": GP(points=None, selection="leverage", outputs="joint")},
     "more points than there are": {"gp": GP(points=1000, outputs="joint")},
     "one prior for each weight": {"prior_precision": torch.linspace(0.1, 2, 48).double()},
 }
