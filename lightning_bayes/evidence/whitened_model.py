@@ -72,7 +72,7 @@ class WhitenedRows:
         for layout, layer in part.layers.items():
             J[..., self._places[layout]] += layer.rows()
         whole = Layout.vector([(0, len(self.root))])
-        self._places[whole] = torch.arange(len(self.root))
+        self._places[whole] = torch.arange(len(self.root), device="cpu")
         return Factors(part.f, {whole: Rows(J @ self.root)})
 
     def push(self, w: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ class WhitenedModel:
         # [b, C, S], [b, ..., S]"""
         S, C = len(points), h.shape[1]
         y = self.y if self.train.shape else self.y.unsqueeze(1)
-        for rows in torch.arange(len(h)).split(max(1, _DRAWN // (S * C * C))):
+        for rows in torch.arange(len(h), device="cpu").split(max(1, _DRAWN // (S * C * C))):
             part = slice(int(rows[0]), int(rows[-1]) + 1)
             of_draws = y[part].unsqueeze(-1).expand(*y[part].shape, S)
             yield h[part].unsqueeze(-1) + root[part] @ points.mT, of_draws

@@ -145,11 +145,11 @@ def factors(posterior: GaussianPosterior, δ: Tensor, x: Any, most: int | None =
 
 def places(layout: Layout, subset: Subset) -> Tensor:
     """The places of a layer's weights in the flat vector of the subset, in the order of the layer's rows.  # [p]"""
-    index = layout.gather(torch.arange(subset.full_size)).reshape(layout.shape).transpose(0, 1).flatten()
+    index = layout.gather(torch.arange(subset.full_size, device="cpu")).reshape(layout.shape).transpose(0, 1).flatten()
     if subset.mask is None:
         return index
-    numbers = torch.full((subset.full_size,), -1)
-    numbers[subset.mask.cpu()] = torch.arange(subset.size)
+    numbers = torch.full((subset.full_size,), -1, device="cpu")
+    numbers[subset.mask.cpu()] = torch.arange(subset.size, device="cpu")
     chosen = numbers[index]
     return chosen[chosen >= 0]
 
@@ -412,7 +412,7 @@ def _outer_sum(M: Tensor, a: Tensor, b: Tensor, symmetric: bool) -> Tensor:
     if not symmetric:
         block = M.reshape(N, -1).mT @ (a.unsqueeze(-1) * b.unsqueeze(-2)).view(N, -1)
         return block.view(p, q, a.shape[1], -1).permute(0, 2, 1, 3).reshape(p * a.shape[1], -1)
-    (x, y, of_M), (i, j, of_a) = _pairs(p), _pairs(a.shape[1])
+    (x, y, of_M), (i, j, of_a) = _pairs(p, M.device), _pairs(a.shape[1], M.device)
     few = M[:, x, y].mT @ (a[:, i] * a[:, j])  # [pairs, pairs]
     block = few.index_select(0, of_M.flatten()).index_select(1, of_a.flatten())
     return block.view(p, p, a.shape[1], -1).permute(0, 2, 1, 3).reshape(p * a.shape[1], -1)
@@ -425,15 +425,15 @@ def _inner(Σ: Tensor, a: Tensor, b: Tensor, symmetric: bool) -> Tensor:
     p, q = blocks.shape[:2]
     if not symmetric:
         return ((a.unsqueeze(-1) * b.unsqueeze(-2)).view(len(a), -1) @ blocks.reshape(p * q, -1).mT).view(-1, p, q)
-    (x, y, of_pair), (s, t, _) = _pairs(p), _pairs(i)
+    (x, y, of_pair), (s, t, _) = _pairs(p, Σ.device), _pairs(i, Σ.device)
     blocks = blocks[x, y]  # [pairs, i, i]
     few = (blocks[:, s, t] + blocks[:, t, s]) * torch.where(s == t, 0.5, 1.0).to(Σ)
     return ((a[:, s] * a[:, t]) @ few.mT)[:, of_pair.flatten()].view(-1, p, p)
 
 
-def _pairs(n: int) -> tuple[Tensor, Tensor, Tensor]:
+def _pairs(n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Of indices `x ≤ y`, and the number of the pair of any two."""
-    x, y = torch.triu_indices(n, n)
-    number = torch.empty(n, n, dtype=torch.long)
-    number[x, y] = number[y, x] = torch.arange(len(x))
+    x, y = torch.triu_indices(n, n, device=device)
+    number = torch.empty(n, n, dtype=torch.long, device=device)
+    number[x, y] = number[y, x] = torch.arange(len(x), device=device)
     return x, y, number
