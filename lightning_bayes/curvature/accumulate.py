@@ -13,7 +13,6 @@ other, and give the class a `word`: defining the class registers it.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from lightning_bayes.jacobian.rows import JacobianRows
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, SubsetError, inputs
 from lightning_bayes.network.loaders import Bar, progress_bar
+from lightning_bayes.network.messages import warn
 from lightning_bayes.options.fit import register_structure
 from lightning_bayes.structures import (
     BlockDiagonal,
@@ -49,8 +49,6 @@ from lightning_bayes.structures import (
     Structure,
 )
 from lightning_bayes.structures.factor import Rank
-
-logger = logging.getLogger("lightning_bayes")
 
 FisherRoot = Callable[[Any, Tensor, Tensor], Tensor]  # from x, y and the numbers of the examples; see `fisher_root`
 
@@ -489,11 +487,12 @@ class ColumnSum(BatchSum):
             what = f"share rows of {', '.join(shared)}"
             if isinstance(batch.x, inputs.WholeInput):
                 what = f"cannot be separated in an input of type {batch.x.kind}"
-            logger.warning(
+            warn(
                 "batch %d: examples %s; such batches run one example at a time, which is exact but slow: "
                 "structure='diag' or subset='last_layer' cost least",
                 batch.number,
                 what,
+                from_all=True,
             )
         outputs = []
         for n in range(len(batch.y)):

@@ -7,7 +7,6 @@ repeats the pass as often as the fit requires. A `BatchSum` adds up the curvatur
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,10 +21,9 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, Subset, inputs, private
 from lightning_bayes.network.errors import not_finite
 from lightning_bayes.network.float64 import float64_device, in_float64, number_like, widest
+from lightning_bayes.network.messages import warn
 from lightning_bayes.network.output import Output
 from lightning_bayes.structures import Structure
-
-logger = logging.getLogger("lightning_bayes")
 
 EMPTY = "the loader is empty: pass at least one batch"
 Batches = Callable[[str], Iterable[tuple[Any, Tensor]]]  # one pass over `(x, y)`; the string describes it
@@ -227,7 +225,7 @@ class DataPass:
         if self._n_passes > 1 and not self._order.is_same(self._processes, self._totals.device):
             if total.needs_same_labels:
                 raise DataError(f"curvature='fisher_mc' needs {SAME_ORDER}: {ORDER_REMEDY}")
-            logger.warning(
+            warn(
                 "curvature='fisher_mc' draws the same labels in each pass only from %s; the second pass has drawn "
                 "others: %s",
                 SAME_ORDER,

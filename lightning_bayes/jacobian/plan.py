@@ -13,7 +13,6 @@ layer's output and the normalisation, with one edge to each.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,11 +33,10 @@ from lightning_bayes.jacobian.layers import PLAIN, Patched, RowIndex, strip_prod
 from lightning_bayes.network import CurvatureError, Subset, SubsetError, inputs
 from lightning_bayes.network.borrowed import check_merged
 from lightning_bayes.network.errors import not_finite
+from lightning_bayes.network.messages import detail
 from lightning_bayes.network.output import network_name
 from lightning_bayes.network.subset import layer_of
 from lightning_bayes.structures import Layout, Piece
-
-logger = logging.getLogger("lightning_bayes")
 
 PROBE = 32  # examples at most: enough to see most of the paths through a network
 
@@ -276,7 +274,7 @@ def describe(blocks: list[tuple[str, str]]) -> None:
     names_of: dict[str, list[str]] = {}
     for name, block in blocks:
         names_of.setdefault(block, []).append(name)
-    logger.info("curvature blocks: %s", "; ".join(f"{block}: {', '.join(names)}" for block, names in names_of.items()))
+    detail("curvature blocks: %s", "; ".join(f"{block}: {', '.join(names)}" for block, names in names_of.items()))
 
 
 def _random_gradients(

@@ -1,16 +1,12 @@
-"""Exceptions for networks, data and their curvature, one per kind of mistake, and the log of slow paths.
-
-If PyTorch lacks a batching or forward-mode rule for an operator, an exact but slow path is used and logged.
-"""
+"""Exceptions for networks, data and their curvature, one per kind of mistake."""
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 
 import torch
 
-logger = logging.getLogger("lightning_bayes")
+from lightning_bayes.network.messages import detail
 
 # Raised by PyTorch and Python themselves. Subclasses, such as out of memory, have a more specific meaning.
 PLAIN = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
@@ -73,5 +69,5 @@ def first_line(error: BaseException) -> str:
 
 @cache
 def log_slow_path(reason: str, path: str) -> None:
-    """Log once per process for each reason."""
-    logger.info("%s; %s, which is exact and slow", reason, path)
+    """Log, once for each reason, that PyTorch has no batching or forward-mode rule for an operator."""
+    detail("%s; %s, which is exact and slow", reason, path)

@@ -11,14 +11,13 @@ prior precision that is added to it.
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-logger = logging.getLogger("lightning_bayes")
+from lightning_bayes.network.messages import warn
 
 NARROW = 256  # columns up to which a float64 decomposition is fast
 WIDE, VERY_WIDE = 700, 1200  # columns from which it is slow, and very slow
@@ -92,11 +91,12 @@ def eigh(
         if values.isfinite().all() and vectors.isfinite().all():
             break
     else:
-        logger.warning(
+        warn(
             "no eigendecomposition of %s with %d columns converged: its diagonal is used instead, which drops all "
             "correlations of this block",
             name,
             matrix.shape[-1],
+            from_all=True,
         )
         values, vectors = diagonal, torch.eye(matrix.shape[-1], device=matrix.device).expand_as(matrix)
     error = torch.finfo(values.dtype).eps / torch.finfo(matrix.dtype).eps

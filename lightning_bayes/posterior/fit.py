@@ -10,7 +10,6 @@ them again, as one fit to all data would.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,10 +19,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, flag, plain_values
+from lightning_bayes.arguments import count, flag, plain_values, read_option
 from lightning_bayes.curvature import Curvature, fit_curvature
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, SubsetError
+from lightning_bayes.network.messages import warn
 from lightning_bayes.network.output import read_as, wrap_output
 from lightning_bayes.network.private import uncompiled
 from lightning_bayes.network.subset import check_subset
@@ -68,7 +68,8 @@ class LaplaceOptions:
         structure: Any, subset: Any, curvature: Any, prior_precision: Any, prior: Any, gp: Any = None
     ) -> LaplaceOptions:
         """From words or option objects."""
-        chosen = structure_option(structure)
+        chosen, subset = structure_option(structure), read_option("subset", subset, Subnetwork, lambda word: word)
+        curvature = read_option("curvature", curvature, FisherMC, lambda word: word)
         if isinstance(subset, Subnetwork):  # single weights of a layer have no Kronecker form
             if chosen.kind == "ekfac":
                 raise SubsetError(
@@ -145,8 +146,6 @@ class LaplaceOptions:
                 "use tune='marglik'"
             )
 
-
-logger = logging.getLogger("lightning_bayes")
 
 DETERMINED = 0.95  # a low rank is too low if γ is above this share of it
 COUNTS = 0.1  # an eigenvalue matters above this share of the prior precision
@@ -259,7 +258,7 @@ def warn_of_rank(posterior: LaplacePosterior, tuned: bool = True) -> None:
         return
     lost, δ = H.rounding / posterior.temperature, float(posterior.prior_precision.min())
     if lost > COUNTS * δ:
-        logger.warning(
+        warn(
             "structure='lowrank' cannot tell eigenvalues below %.2g from rounding in %s. They matter beside the prior "
             "precision of %.2g, so variances are too large: fit a float64 copy of the network, or use "
             "structure='full'",
@@ -268,7 +267,7 @@ def warn_of_rank(posterior: LaplacePosterior, tuned: bool = True) -> None:
             δ,
         )
     elif tuned and (γ := float(posterior.effective_parameters)) > DETERMINED * H.rank:
-        logger.warning(
+        warn(
             "the data determine all %d eigenpairs of structure='lowrank' (γ = %.1f) and may determine more. Without "
             "them variances are too large and the evidence too high: raise rank=, or tune on validation data",
             H.rank,

@@ -43,7 +43,6 @@ recomputes them in one pass, as averages over batches weighted by their sizes.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -58,6 +57,7 @@ from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.likelihoods.outputs import vector, widen
 from lightning_bayes.network import Processes, Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, check_network
+from lightning_bayes.network.messages import warn
 from lightning_bayes.network.processes import is_sharded, local, reshard
 from lightning_bayes.network.subset import resolve_subset, trainable
 from lightning_bayes.options.fit import Prior, prior_option
@@ -209,10 +209,9 @@ def _warn_of_no_decay(moments: dict[str, SecondMoment]) -> None:
     without = [name for name, m in moments.items() if m.weight_decay == 0]
     if without:
         names = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
-        warnings.warn(
+        warn(
             f"the optimizer has no weight decay for {names}, which gets a prior precision of 1: give prior_precision=, "
-            "or tune it",
-            stacklevel=3,
+            "or tune it"
         )
 
 

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_bayes.curvature.fit import read_by_targets
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import generator_on
+from lightning_bayes.network.messages import warn
 from lightning_bayes.network.output import Output, output_of, unwrap_output, wrap_output
 from lightning_bayes.network.private import uncompiled
 from lightning_bayes.network.processes import is_sharded
@@ -312,7 +312,7 @@ class PosteriorCallback(Callback):
     def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
         """Warn if the loss does not belong to the likelihood."""
         if not fit.fits:
-            rank_zero_warn(f"{self.name}: {explain(fit, self.likelihood, outputs)}")
+            warn(f"{self.name}: {explain(fit, self.likelihood, outputs)}")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._dry_run is not None:
@@ -347,7 +347,7 @@ class PosteriorCallback(Callback):
             return
         problem = self._why_unused(trainer)
         if problem:
-            rank_zero_warn(f"nothing is scored: {problem}")
+            warn(f"nothing is scored: {problem}")
             return
         loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
         stage = "test" if trainer.testing else "val"
@@ -400,7 +400,7 @@ class PosteriorCallback(Callback):
             raise RuntimeError(problems[self])
         for callback, problem in problems.items():
             if problem:
-                rank_zero_warn(f"predict returns no prediction by {callback.name!r}: {problem}")
+                warn(f"predict returns no prediction by {callback.name!r}: {problem}")
         if not callbacks:
             return
         self._predict_step = PredictStep(pl_module, callbacks)
@@ -413,8 +413,7 @@ class PosteriorCallback(Callback):
         self._draws = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._restore_predict_step()
-        self._draws = None
+        self.on_predict_end(trainer, pl_module)
         self._end_dry_run()
 
     def _restore_predict_step(self) -> None:

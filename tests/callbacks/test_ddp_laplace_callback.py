@@ -19,9 +19,7 @@ from lightning_bayes import BNN, GLM, GP, GaussianPosterior, Prior, Tuning, fit_
 from lightning_bayes.network import Processes
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`"),
     pytest.mark.filterwarnings("ignore:.*in eval mode"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
 
 

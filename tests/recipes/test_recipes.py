@@ -99,8 +99,7 @@ def call(name: str, *arguments: str) -> str:
     if name == "lora":
         pytest.importorskip("transformers", reason="Hugging Face models are the extra `real`")
         pytest.importorskip("peft", reason="LoRA adapters are the extra `real`")
-    logger, modules = logging.getLogger("lightning.pytorch"), set(sys.modules)
-    level, printed = logger.level, io.StringIO()
+    modules, printed = set(sys.modules), io.StringIO()
     with (
         tempfile.TemporaryDirectory() as empty,
         pytest.MonkeyPatch.context() as patch,
@@ -117,7 +116,7 @@ def call(name: str, *arguments: str) -> str:
             if end.code:
                 raise
         finally:
-            logger.setLevel(level)
+            logging.disable(logging.NOTSET)
             for module in set(sys.modules) - modules:
                 if str(getattr(sys.modules[module], "__file__", "")).startswith(str(RECIPES)):
                     del sys.modules[module]
