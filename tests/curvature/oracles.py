@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, jacrev
 
+from lightning_bayes.curvature import Curvature
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 
 
@@ -56,6 +57,14 @@ def jacobian(network: nn.Module, x_n: Any, parameters: dict[str, nn.Parameter]) 
     """The output of one example and its Jacobian, output by output.  # [C, *positions], [outputs, P]"""
     f = call(network, x_n).squeeze(0)
     return f.detach(), torch.stack([flat_gradient(output, parameters) for output in f.flatten()])
+
+
+def check_exact(case: Case, H: Tensor, *sizes: int, **options: Any) -> Curvature:
+    """The full matrix is `H`, and the diagonal its diagonal."""
+    full, diagonal = (case.fit(structure, *sizes, **options) for structure in ("full", "diag"))
+    close(full.structure.to_dense(), H)
+    close(diagonal.structure.diagonal(), H.diagonal())
+    return full
 
 
 def covariances(network: nn.Module, x: Any, B: int, P: Tensor) -> Tensor:
@@ -146,6 +155,11 @@ def positions_of(network: nn.Module, name: str) -> Tensor:
             return torch.arange(start, start + p.numel()).reshape(p.shape)
         start += p.numel() if p.requires_grad else 0
     raise KeyError(name)
+
+
+def places(network: nn.Module, names: list[str]) -> Tensor:
+    """Where these parameters lie in the concatenation of all trainable ones."""
+    return torch.cat([positions_of(network, name).flatten() for name in names])
 
 
 def kfac(case: Case, sharing: str = "expand", kind: str = "ggn") -> dict[str, tuple[Tensor, Tensor]]:

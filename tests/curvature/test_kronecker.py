@@ -126,7 +126,7 @@ def test_part_of_a_layer_is_that_part_of_its_factors(name: str, sharing: str) ->
     whole = fit(Case(thawed, case.x, case.y, case.likelihood), structure=Kron(weight_sharing=sharing)).to_dense()
     names = [n for n, _ in case.network.named_parameters()]
     for chosen in (names[::2], names[1::2], names[1:2] + names[2:3]):
-        places = torch.cat([oracles.positions_of(thawed, n).flatten() for n in names if n in chosen])
+        places = oracles.places(thawed, [n for n in names if n in chosen])
         part = fit(case, subset=chosen, structure=Kron(weight_sharing=sharing)).to_dense()
         close(part, oracles.block(whole, places))
 
@@ -206,7 +206,7 @@ def test_parameters_without_kronecker_form_have_their_exact_block(name: str) -> 
     case = CASES[name]()
     found, H = fit(case).to_dense(), oracles.ggn(case)
     for group in EXACT[name]:
-        places = torch.cat([oracles.positions_of(case.network, parameter).flatten() for parameter in group])
+        places = oracles.places(case.network, group)
         close(oracles.block(found, places), oracles.block(H, places))
 
 
