@@ -33,6 +33,7 @@ from lightning_bayes.structures import CovarianceForm, InverseTerms, JacobianCol
 LARGEST = 2**36  # bytes of covariances
 MEMORY = 2**29  # bytes of the gradients of one part of a batch, with copies: small parts slow a backward pass down
 BlockFinder = Callable[[Layout], Structure | None]
+Observer = Callable[["LayerJacobian"], None]
 
 
 def output_gaussian(
@@ -43,6 +44,7 @@ def output_gaussian(
     form: str = "example",
     differentiable: bool = False,
     approximate: bool = False,
+    observe: Observer | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """The mean of the outputs and, for each precision, their covariance. The network must be borrowed.
 
@@ -54,6 +56,7 @@ def output_gaussian(
             (see `structures.output_covariance`). Tens of them then cost less than two, with an error of some
             tenths of a per cent. What has no such groups (EKFAC, grouped convolutions, one prior per parameter, "joint"
             covariances, a single precision) stays exact.
+        observe: Gets every pass, in the order of the examples, before its backward pass.
     """
     B = inputs.batch_size(x)
     _check_size(B, plan.n_outputs, form)
@@ -62,12 +65,17 @@ def output_gaussian(
     if form != "joint" and few < B:  # examples are independent: a few at a time bound the memory
         parts = [inputs.take(network, x, slice(start, start + few)) for start in range(0, B, few)]
         return _concatenated(
-            [output_gaussian(network, plan, precisions, part, form, differentiable, approximate) for part in parts]
+            [
+                output_gaussian(network, plan, precisions, part, form, differentiable, approximate, observe)
+                for part in parts
+            ]
         )
     jacobian = LayerJacobian(network, plan, x, differentiable)
     f = jacobian.f if differentiable else jacobian.f.detach()
     if jacobian.matched.mixed and B > 1:
-        return _one_by_one(network, plan, precisions, x, form, f, differentiable, approximate)
+        return _one_by_one(network, plan, precisions, x, form, f, differentiable, approximate, observe)
+    if observe is not None:
+        observe(jacobian)
     # Variances need one column at a time, covariances all of them.
     size = LayerGradients.chunk_size(jacobian.matched.used, jacobian.f) if form == "marginal" else jacobian.n_outputs
     chunks = []
@@ -98,6 +106,7 @@ def _one_by_one(
     f: Tensor,
     differentiable: bool,
     approximate: bool,
+    observe: Observer | None,
 ) -> tuple[Tensor, list[Tensor]]:
     """For examples that share rows of a layer: a single example owns all rows. Covariances between examples need the
     whole Jacobian."""
@@ -105,7 +114,7 @@ def _one_by_one(
     if form != "joint":
         means, covariances = _concatenated(
             [
-                output_gaussian(network, plan, precisions, example, form, differentiable, approximate)
+                output_gaussian(network, plan, precisions, example, form, differentiable, approximate, observe)
                 for example in examples
             ]
         )

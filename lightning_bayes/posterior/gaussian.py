@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, flag, format_value
-from lightning_bayes.jacobian.output_gaussian import output_gaussian
+from lightning_bayes.jacobian.output_gaussian import Observer, output_gaussian
 from lightning_bayes.jacobian.plan import Plan, PlanCache
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import check_generator
@@ -227,15 +227,17 @@ class GaussianPosterior:
         form: str = "example",
         differentiable: bool = False,
         approximate: bool = False,
+        observe: Observer | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """`functional` for several precisions (several priors of one fit) in one backward pass. `form` is one of the
-        covariance forms of `output_gaussian`, and `approximate` makes many priors as cheap as one."""
+        covariance forms of `output_gaussian`, `approximate` makes many priors as cheap as one, and `observe` gets the
+        passes of the network."""
         self.check_whole("functional")
 
         def gaussian(x: Any) -> list[Tensor]:
             with self.linearised(x) as (plan, x):
                 mean, covariances = output_gaussian(
-                    self.network, plan, precisions, x, form, differentiable, approximate
+                    self.network, plan, precisions, x, form, differentiable, approximate, observe
                 )
             return [mean, *covariances]
 
