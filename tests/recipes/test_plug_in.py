@@ -16,11 +16,11 @@ import pytest
 import torch
 from helpers.processes import environment, free_port
 from helpers.programs import Program
+from helpers.recipes import RECIPES, recipe_imports
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_bayes
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 PROGRAM = RECIPES / "plug_in.py"
 CONFIGS = sorted((RECIPES / "configs").glob("*.yaml"))
 SHORT = ["--trainer.max_epochs=4", "--data.n_train=100", "--data.batch_size=10"]  # as `--fast` has it
@@ -37,16 +37,11 @@ pytestmark = [
 
 @pytest.fixture
 def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(RECIPES))
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     monkeypatch.setattr("sys.argv", ["program"])  # LightningCLI compares it with the given args
     monkeypatch.chdir(tmp_path)
-    before = set(sys.modules)
-    with torch.random.fork_rng(devices=[]):
+    with recipe_imports(), torch.random.fork_rng(devices=[]):
         yield importlib.import_module("plug_in")
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(RECIPES)):
-            del sys.modules[name]
 
 
 def own_callbacks(cli: LightningCLI) -> list[L.Callback]:
@@ -192,13 +187,8 @@ def test_as_a_user_types_it(tmp_path: Path) -> None:
     """Lightning starts the second process, in both programs; a test of the checkpoint gives the fit's numbers again."""
 
     def type_in(*words: str) -> None:
-        subprocess.run(
-            [sys.executable, str(PROGRAM), *words],
-            cwd=tmp_path,
-            env=environment(RECIPES.parent),
-            check=True,
-            timeout=300,
-        )
+        how: Any = {"cwd": tmp_path, "env": environment(RECIPES.parent), "check": True, "timeout": 300}
+        subprocess.run([sys.executable, str(PROGRAM), *words], **how)
 
     config = ["--config", str(RECIPES / "configs" / "laplace.yaml"), *SHORT]
     type_in("fit", *config, *TWO, *csv_logger(tmp_path / "fit"))
