@@ -23,16 +23,8 @@ structures(laplace)
 laplace("likelihood", "gauss", "likelihood='gauss' is not known; use one of 'classification'", error=LikelihoodError)
 laplace("likelihood", Categorical, "use one of 'classification'", error=LikelihoodError)
 laplace("likelihood", 3, "likelihood=3 is not known", error=LikelihoodError)
-laplace(
-    "structure", "ekfac", "takes several passes over the data, but the loader is an iterator", loader=iter([(X, Y)])
-)
-laplace(
-    "structure",
-    "ekfac",
-    "no EKFAC form: use structure='full' or 'diag'",
-    subset=Subnetwork(3),
-    error=SubsetError,
-)
+laplace("structure", "ekfac", "takes several passes over the data, but the loader is an iterator", loader=iter([]))
+laplace("structure", "ekfac", "no EKFAC form: use structure='full' or", subset=Subnetwork(3), error=SubsetError)
 _damped = Kron(damping="glm")
 laplace("structure", _damped, "takes one prior precision for all layers", prior_precision=[1.0, 2.0], named="damping")
 laplace("structure", "lowrank", "the loader is an iterator", loader=iter([(X, Y)]), named="loader")
@@ -54,13 +46,7 @@ laplace("processes", 2, "must be Processes(rank, size), got 2")
 
 counts(laplace, "gp")
 laplace("prior", Of(lambda t: t.classifier, "all"), "gp= belongs to a prior with independent weights", gp=3)
-laplace(
-    "gp",
-    10**5,
-    "the kernel between 100000 points with 3 outputs is too large",
-    "GP(points=6688) or fewer",
-    named="points",
-)
+laplace("gp", 10**5, "the kernel between 100000 points with 3 outputs is too large", "or fewer", named="points")
 laplace("gp", GP(10**4, outputs="joint"), "GP(points=3861) or fewer, or outputs='independent'", named="points")
 for _argument in ("first_example", "dry_run"):
     laplace.anything_goes(_argument, "of fit_curvature, with rows in its table")
@@ -173,12 +159,7 @@ now("trainer", "gpu", "trainer must be a Trainer or None, got 'gpu'")
 now("module", "net", "module must be a LightningModule, got 'net'")
 now("module", Of(lambda t: mlp(), "Sequential"), "module must be a LightningModule", "Sequential")
 now("module", Of(lambda t: LitAutoEncoder(), "LitAutoEncoder"), "LitAutoEncoder has no forward", "network=")
-now(
-    "module",
-    Of(lambda t: LitNet(), "network='nett'"),
-    "no submodule 'nett' (network=); its submodules are: net",
-    network="nett",
-)
+now("module", LitNet(), "no submodule 'nett' (network=); its submodules are: net", network="nett")
 now("dataloader", None, "dataloader must be an iterable of batches", "got None")
 now("dataloader", TensorDataset(X, Y), "dataloader is a TensorDataset", "DataLoader(dataset, batch_size=")
 now("dataloader", [], "there are 0 training dataloaders")
@@ -216,6 +197,7 @@ def _trained(t: Things, module: Any = None, **given: Any) -> Any:
 
 
 _unused: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+TRAINER = Of(lambda t: L.Trainer(**_unused), "Trainer")
 PLAIN, OWN_DATA = Of(lambda t: t.net(), "Sequential"), Of(lambda t: OwnData(), "OwnData")
 trained = Table("fit", _trained, lightning_bayes.fit, named=False)
 trained("module", "net", "module must be a LightningModule, an nn.Module or a Trainer, got 'net'")
@@ -223,48 +205,28 @@ trained("module", "last_week.ckpt", "got 'last_week.ckpt'", "YourModule.load_fro
 trained("module", LitNet, "module must be a LightningModule, an nn.Module or a Trainer, got the class LitNet")
 trained("module", L.LightningDataModule(), "the data come second, fit(module, datamodule)", datamodule=LitNet())
 trained("module", DataLoader(TensorDataset(X, Y), 4), "the data come second", datamodule=LitNet())
-trained("module", Of(lambda t: L.Trainer(**_unused), "Trainer"), "has not run with a module", "trainer=trainer")
+trained("module", TRAINER, "has not run with a module", "trainer=trainer")
 trained("module", Of(lambda t: LitAutoEncoder(), "LitAutoEncoder"), "LitAutoEncoder has no forward", "network=")
-trained(
-    "datamodule", None, "there are no training data: pass a data module or a DataLoader", "give LitNet a train_data"
-)
-trained(
-    "datamodule", None, "a plain network comes without data", "fit(network, loader)", module=Of(lambda t: t.net(), "")
-)
+trained("datamodule", None, "there are no training data: pass a data module or a DataLoader", "give LitNet a train_")
+trained("datamodule", None, "a plain network comes without data", "fit(network, loader)", module=PLAIN)
 trained("datamodule", 3, "datamodule must be an iterable of training batches", "got 3")
 trained("datamodule", LitNet(), "datamodule must be an iterable of training batches", "got LitNet")
 trained("datamodule", TensorDataset(X, Y), "datamodule is a TensorDataset", "DataLoader(dataset, batch_size=")
 trained("datamodule", L.LightningDataModule(), "LightningDataModule has no train_dataloader", "pass a data module or")
-trained("datamodule", Of(lambda t: L.Trainer(**_unused), "Trainer"), "got a Trainer: pass it as trainer=")
+trained("datamodule", TRAINER, "got a Trainer: pass it as trainer=")
 trained("datamodule", DataLoader(TensorDataset(X[:0], Y[:0])), "the data are empty")
 trained("val_dataloader", 3, "val_dataloader must be an iterable of batches", "got 3")
 trained("val_dataloader", None, "tune='grid' needs validation data", tune="grid")
 trained("likelihood", "softmax", "'softmax'", "use one of 'classification', 'binary', 'regression'")
 trained("trainer", "gpu", "trainer must be a Trainer or None, got 'gpu'")
 trained("trainer", L.LightningDataModule(), "trainer must be a Trainer or None")
-trained(
-    "trainer",
-    Of(lambda t: L.Trainer(**_unused), "another Trainer"),
-    "two Trainers were given",
-    module=Of(lambda t: L.Trainer(**_unused), "Trainer"),
-)
+trained("trainer", TRAINER, "two Trainers were given", module=TRAINER)
 trained("struktur", "kron", "fit has no argument 'struktur'", "did you mean 'structure'?", error=TypeError)
 trained("structure", "kfca", "unknown structure 'kfca': use one of 'auto'")
-trained(
-    "data",
-    "clean",
-    "data='clean' is no method or attribute of",
-    module=Of(lambda t: OwnData(), "OwnData"),
-    datamodule=None,
-)
+trained("data", "clean", "data='clean'", "method or attribute of", module=OWN_DATA, datamodule=None)
 trained("data", "clean", "data= takes the place of a loader of training batches: pass one of the two")
 trained("save", "posterior.pt", "save= needs a Trainer", "posterior.save(path)")
-trained(
-    "trainer",
-    Of(lambda t: L.Trainer(**_unused), "Trainer"),
-    "needs a LightningModule, which Sequential is not",
-    module=PLAIN,
-)
+trained("trainer", TRAINER, "needs a LightningModule, which Sequential is not", module=PLAIN)
 
 
 FITTING = [laplace, curvature, l2m, now, evaluating, trained]

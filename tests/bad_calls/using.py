@@ -181,14 +181,8 @@ for _table in (with_prior, evidence):
     _table("prior_precision", [1.0, 2.0, 3.0], "each of the 2 layers")
 with_prior("prior_precision", 1e300, "must be positive and finite, got inf")  # in float32
 with_prior("prior_precision", None, f"{NUMBERS} None")
-with_prior(
-    "prior_precision",
-    Of(lambda t: torch.rand(31) + 1, "[31]"),
-    "0.weight",
-    "whole layer",
-    named=False,
-    error=ValueError,
-)
+_each = Of(lambda t: torch.rand(31) + 1, "[31]")
+with_prior("prior_precision", _each, "0.weight", "whole layer", named=False, error=ValueError)
 
 words(evidence, "at")
 evidence("at", None, "unknown at None: use one of 'weights', 'optimum'")
@@ -269,20 +263,13 @@ _damped("method", Tuning("linear", iterate=True), "without damping", loader=Of(l
 _damped("method", Tuning("marglik", groups="layers"), "takes one prior precision for all layers")
 grids = Table(
     "tune_prior('grid')",
-    lambda t, metric=None, **given: t.regressor.tune_prior(
-        Tuning("grid", metric=metric), **{"loader": t.real_batches, **given}
+    lambda t, metric=None, **given: t.classifier.tune_prior(
+        Tuning("grid", metric=metric), **{"loader": t.batches, **given}
     ),
     [name for name in signature(grid).parameters if name not in ("posterior", "tuning")],
 )
 grids("loader", None, "needs validation data: pass loader=, or use 'marglik'")
-grids("loader", [], "the held-out data are empty", named=False)
-grids("loader", 3, "must be an iterable of (x, y) batches", "got 3")
-grids("loader", Of(lambda t: TensorDataset(t.x, t.r), "dataset"), "is a TensorDataset", "DataLoader(dataset")
-grids("loader", Of(lambda t: [t.x], "bare tensors"), "pair (x, y), but the loader gave a Tensor", named=False)
-grids("loader", Of(lambda t: [(t.x, t.r.numpy())], "numpy"), "targets of a batch must be a tensor", named=False)
-grids("loader", Of(lambda t: [(t.x, t.y)], "classes"), "Gaussian needs floating-point targets", named=False)
-grids("loader", Of(lambda t: [(t.x, t.r[:, :1])], "[5, 1]"), "Gaussian needs targets of shape [5, 2]", named=False)
-grids("loader", Of(lambda t: [(t.x.double(), t.r)], "double"), "torch.float64", named=False)
+_loaders(grids, "the held-out data are empty")
 grids("metric", "nll", "must be a torchmetrics metric, or None, got 'nll'")
 grids("metric", torch.nn.functional.mse_loss, "must be a torchmetrics metric, or None")
 grids("metric", MeanSquaredError, "must be a torchmetrics metric, or None")
