@@ -1,6 +1,5 @@
-"""Fitting: the arguments of `fit_laplace`, `fit_curvature` and `fit_l2m`, and of the callbacks' own calls."""
+"""Fitting: the arguments of `fit_laplace` and `fit_l2m`, and of the callbacks' own calls."""
 
-from inspect import signature
 from typing import Any
 
 import lightning as L
@@ -13,12 +12,11 @@ from bad_calls.callbacks import counts, flags, other_priors, positives, prior_me
 from bad_calls.cases import OUTPUT, LitNet, Of, Table, Things, mlp
 from bad_calls.networks import LitAutoEncoder, X, Y, fit
 from lightning_bayes import GP, Categorical, Gaussian, Kron, LaplaceCallback, Network, Prior, Subnetwork, fit_laplace
-from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.network import SubsetError
 from lightning_bayes.posterior import OptimizerError, fit_l2m
 
-laplace = Table("fit_laplace", fit, [*signature(fit_laplace).parameters, *signature(fit_curvature).parameters])
+laplace = Table("fit_laplace", fit, fit_laplace)
 structures(laplace)
 laplace("likelihood", "gauss", "likelihood='gauss' is not known; use one of 'classification'", error=LikelihoodError)
 laplace("likelihood", Categorical, "use one of 'classification'", error=LikelihoodError)
@@ -48,8 +46,6 @@ counts(laplace, "gp")
 laplace("prior", Of(lambda t: t.classifier, "all"), "gp= belongs to a prior with independent weights", gp=3)
 laplace("gp", 10**5, "the kernel between 100000 points with 3 outputs is too large", "or fewer", named="points")
 laplace("gp", GP(10**4, outputs="joint"), "GP(points=3861) or fewer, or outputs='independent'", named="points")
-for _argument in ("first_example", "dry_run"):
-    laplace.anything_goes(_argument, "of fit_curvature, with rows in its table")
 for _argument in ("network", "loader", "probe"):
     laplace.anything_goes(_argument, "a table of its own: networks")
 
@@ -77,25 +73,6 @@ for _row in OUTPUT:
 laplace("output", "logits", "output='logits' names no tensor in what the network returned, a Tensor")
 laplace("output", 1, "output=1 names no tensor in what the network returned, a Tensor")
 laplace("output", Network(class_dim=5), "class_dim=5 is no dimension of outputs of shape", named="class_dim")
-
-curvature = Table(
-    "fit_curvature",
-    lambda t, **given: fit_curvature(**{"network": t.net(), "loader": [(X, Y)], **given}),
-    fit_curvature,
-)
-structures(curvature)
-curvature("network", 3, "must be an nn.Module that maps x to f, got 3")
-curvature("loader", None, "must be an iterable of (x, y) batches")
-curvature("likelihood", "gauss", "is not known")
-curvature("subset", "last-layer", "unknown subset 'last-layer'")
-curvature("seed", -1, "must be a whole number of at least 0")
-flags(curvature, "progress", "dry_run")
-for _bad in (-1, 2.5, "ten", True):
-    curvature("first_example", _bad, f"must be a whole number of at least 0, got {_bad!r}")
-curvature("processes", (0, 1), "must be Processes(rank, size), got (0, 1)")
-for _row in OUTPUT:
-    curvature(*_row)
-curvature("probe", 3, "must hold a tensor with a batch dimension", named=False)
 
 # -- the second moment -----------------------------------------------------------------------------------------------
 
@@ -229,4 +206,4 @@ trained("save", "posterior.pt", "save= needs a Trainer", "posterior.save(path)")
 trained("trainer", TRAINER, "needs a LightningModule, which Sequential is not", module=PLAIN)
 
 
-FITTING = [laplace, curvature, l2m, now, evaluating, trained]
+FITTING = [laplace, l2m, now, evaluating, trained]
