@@ -166,11 +166,7 @@ SHARES: dict[str, list[tuple[Any, str]]] = {
         (2, "strictly between"),
         ("low", "must be a number, got 'low'"),
     ],
-    "delta": [
-        (1.0, "strictly between 0 and 1, got 1.0"),
-        (True, "must be a number, got True"),
-        (-0.1, "strictly between"),
-    ],
+    "delta": [(1.0, "strictly between 0 and 1, got 1.0"), (True, "must be a number"), (-0.1, "strictly between")],
     "coverage": [(0.0, "must be positive"), (1.1, "between 0 and 1, got 1.1"), (math.nan, "must be a number, got nan")],
 }
 for _name, _share, _given in (

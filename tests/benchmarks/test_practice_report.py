@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from helpers.recipes import cells
 
 from benchmarks import keep
 from benchmarks.practice import pages, results
@@ -36,12 +37,6 @@ def rows(tmp_path: Path) -> list[results.Row]:
     path = tmp_path / "practice.csv"
     path.write_text(CSV, encoding="utf-8")
     return results.read(path)
-
-
-def cells(text: str, method: str) -> list[list[str]]:
-    """The cells of every line of a table that starts with `method`."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
-    return [line[1:] for line in lines if line[0] == method]
 
 
 def test_means_spread_and_win_rates(rows: list[results.Row]) -> None:
