@@ -178,9 +178,13 @@ class Structure(ABC):
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """`n` draws from `N(0, M⁻¹)`.  # [n, P]"""
+        return self.root_solve(self._noise(n, generator))
+
+    def _noise(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """# [n, P]"""
         device = self.device if generator is None else generator.device
         noise = torch.randn(n, self.size, generator=generator, device=device, dtype=self.dtype)
-        return self.root_solve(noise.to(self.device))
+        return noise.to(self.device)
 
     def quadratic(self, J: Tensor) -> Tensor:
         """`J M Jᵀ`.  # [..., K, P] -> [..., K, K]"""
