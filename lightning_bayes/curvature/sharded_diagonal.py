@@ -240,8 +240,8 @@ def _diagonals(layer: nn.Module, plan: Plan, a: Tensor, g: Tensor) -> dict[str, 
     matched = plan.match(z, recorder.calls, parameters)
     grads = LayerGradients()(z, matched.used, g, matched.plain)
     with torch.no_grad():
-        for site, calls in enumerate(matched.calls):
-            accumulator.add_layer(site, calls, [grads.pop(0) for _ in calls])
+        for index, calls in enumerate(matched.calls):
+            accumulator.add_layer(index, calls, [grads.pop(0) for _ in calls])
     flat = accumulator.finish(Processes()).diagonal()
     shapes = dict(zip(plan.subset.names, plan.subset.shapes, strict=True))
     parts = flat.split([shape.numel() for shape in shapes.values()])

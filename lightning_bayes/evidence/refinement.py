@@ -19,7 +19,6 @@ The network keeps its weights `θ̃`. Predictions are those of `h`, with the mea
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -40,16 +39,15 @@ from lightning_bayes.evidence.linear_model import (
     weights_of,
 )
 from lightning_bayes.network import DataError, inputs
-from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.network.float64 import in_float64
 from lightning_bayes.network.loaders import check_loader
+from lightning_bayes.network.messages import warn
 from lightning_bayes.posterior.at_mean import linearised_outputs, outputs
 from lightning_bayes.posterior.gaussian import PosteriorError, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import per_parameter
 from lightning_bayes.structures import Dense
-
-logger = logging.getLogger("lightning_bayes")
 
 METHODS = ("laplace", "variational")
 VARIATIONAL = ("full", "diag")  # structures
@@ -111,9 +109,7 @@ def _laplace(
         optimum, residual = model.minimum(posterior, passes, tolerance)
     if residual > tolerance:
         advice = "raise `passes`" if model.passes >= passes - 1 else "no step was downhill, raise `tolerance`"
-        logger.warning(
-            "refinement stopped after %d passes at a relative gradient of %.1g: %s", model.passes, residual, advice
-        )
+        warn("refinement stopped after %d passes at a relative gradient of %.1g: %s", model.passes, residual, advice)
     refined = model.refitted(optimum)
     if refined.points is None:
         return refined
@@ -175,7 +171,7 @@ class _Variational:
                 ρ /= 2
             else:
                 if _LARGE_GAIN * abs(current.bound) < gain < math.inf:
-                    logger.warning(
+                    warn(
                         "variational refinement cannot improve a lower bound of %.6g, although the last round gained "
                         "%.1g: raise `samples`, or the prior precision",
                         current.bound,
@@ -183,7 +179,7 @@ class _Variational:
                     )
                 break
         else:
-            logger.warning(
+            warn(
                 "variational refinement still gains %.1g nats per round after %d rounds, more than tolerance=%g of the "
                 "lower bound: a larger prior precision helps",
                 gain,

@@ -11,6 +11,7 @@ at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from lightning_bayes.jacobian.plan import LayerUse, Plan
 from lightning_bayes.jacobian.products import Jacobian
 from lightning_bayes.jacobian.rows import JacobianRows
 from lightning_bayes.network import CurvatureError, inputs
-from lightning_bayes.network.accumulation import cast_like, in_float64
 from lightning_bayes.network.errors import no_second_derivative
+from lightning_bayes.network.float64 import cast_like, in_float64
 from lightning_bayes.network.input_graph import double_backward_guard
 from lightning_bayes.structures import CovarianceForm, InverseTerms, JacobianColumns, Layout, Structure
 
@@ -158,7 +159,8 @@ class LayerJacobian(Jacobian):
 
     def __init__(self, network: nn.Module, plan: Plan, x: Any, differentiable: bool = False) -> None:
         B, parameters = inputs.batch_size(x), plan.subset.parameters(network)
-        with double_backward_guard(differentiable), plan.recorder(parameters, B, differentiable) as recorder:
+        guard = double_backward_guard() if differentiable else nullcontext()
+        with guard, plan.recorder(parameters, B, differentiable) as recorder:
             f = inputs.call(network, x)
         super().__init__(network, plan.subset, x, f, differentiable)
         check_output(f, B)
@@ -189,7 +191,7 @@ class LayerJacobian(Jacobian):
         """The Jacobians of parameters without a layer rule.  # [K, B, p]"""
         jacobians: dict[str, list[Tensor]] = {name: [] for name in self.matched.unmatched_parameters}
         if jacobians:
-            with double_backward_guard(self._differentiable):
+            with double_backward_guard() if self._differentiable else nullcontext():
                 self._parameter_gradients(
                     self._x, columns, list(jacobians), lambda name, J, _: jacobians[name].append(J)
                 )

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_bayes.arguments import format_value, instance
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.messages import warn
 
 # Others have a continuous first derivative: GELU, SiLU, Mish, Softplus, Tanh, CELU, ELU(alpha=1), …
 _ACTIVATIONS = (
@@ -94,7 +94,7 @@ def warn_piecewise_linear(module: nn.Module, example: Any = None) -> dict[str, s
     if example is not None:
         kinks = {**_called(module, example), **kinks}
     if kinks:
-        rank_zero_warn(_message(kinks), stacklevel=2)
+        warn(_message(kinks))
     return kinks
 
 

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from lightning_bayes.jacobian.calls import Call
 from lightning_bayes.jacobian.output_gaussian import LayerJacobian
-from lightning_bayes.jacobian.plan import LayerUse, find_last_layer
+from lightning_bayes.jacobian.plan import LayerUse, PlanCache, find_last_layer
 from lightning_bayes.network import CurvatureError, Subset, SubsetError, inputs
-from lightning_bayes.network.accumulation import cast_like
 from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.posterior.gaussian import GaussianPosterior, PlanCache, PosteriorError, implements
+from lightning_bayes.network.float64 import cast_like
+from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import Structure
 from lightning_bayes.structures.factor import Factor

@@ -68,7 +68,8 @@ def predict(
     check_generator(generator)
     flag("calibrated", calibrated)
     flag("split", split)
-    check_differentiable(differentiable, x)
+    if flag("differentiable", differentiable):
+        check_differentiable(x)
     likelihood = posterior.likelihood
     likelihood.choose_link(option.link)  # raises for an unknown link
     calibration = posterior.calibration_of(option.kind, option.link) if calibrated else None
@@ -80,6 +81,7 @@ def predict(
         f = score.outputs() if score is not None and is_plain(posterior) else None
         observe = None if score is None else score.observe
         law = OutputLaw(f) if f is not None else output_law(posterior, x, option, generator, differentiable, observe)
+        energy = -law.mean.logsumexp(1) if likelihood.chooses_one_class else None
         law = law.tempered(calibration.output_temperature)
         link = law.choose_link(likelihood, (option.link or calibration.link or None) if option.is_linear else None)
         # A closed form needs samples only to split the variance.
@@ -92,7 +94,7 @@ def predict(
             s = calibration.variance_factor
             parts = {"epistemic": s * predictive_.epistemic, "aleatoric": s * predictive_.aleatoric}
             predictive_ = replace(predictive_, **parts)
-        prediction = Prediction.from_predictive(predictive_)
+        prediction = replace(Prediction.from_predictive(predictive_), energy=energy)
         if differentiable:
             return prediction
         novelty, known = None if score is None else score.value(), posterior.known_novelty

@@ -260,7 +260,7 @@ def test_norm_beyond_1024_is_its_exact_diagonal() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_one_log_line_names_the_block_of_every_parameter_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES[name]()
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         structure = fit(case)
     messages = [record.getMessage() for record in caplog.records if record.name == "lightning_bayes"]
     lines = [message for message in messages if message.startswith("curvature blocks")]
@@ -286,7 +286,7 @@ def test_one_log_line_names_the_block_of_every_parameter_once(name: str, caplog:
 @pytest.mark.parametrize("structure", ["full", "diag"])
 def test_log_line_of_full_and_diagonal_names_every_parameter(structure: str, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES["transformer"]()
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         fit_curvature(case.network, case.loader(), structure=structure)
     (line,) = [record.getMessage() for record in caplog.records]
     for name, _ in case.network.named_parameters():

@@ -86,7 +86,7 @@ def test_online_diagonal_is_exact_where_vmap_is_wrong(name: str, mode: str, bott
 
 def test_loop_instead_of_vmap_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     network = prelu().double()
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         fit_curvature(network, [(real(3, 3), torch.tensor([0, 1, 2]))] * 3, curvature="empirical_fisher")
     assert sum("vmap gives wrong gradients" in message for message in caplog.messages) == 1
 

@@ -65,7 +65,7 @@ def test_shared_rows_are_exact(form: str, caplog: pytest.LogCaptureFixture) -> N
     covariance = J @ torch.linalg.inv(H + torch.eye(len(H))) @ J.mT
     torch.testing.assert_close(full.functional(IDS)[1], covariance)
     # One example owns all of its rows, so that batches of one have the blocks that any batches must have.
-    with caplog.at_level(logging.INFO, "lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         kron = fit_laplace(network, loader)
     alone = fit_laplace(network, [(IDS[n : n + 1], Y[n : n + 1]) for n in range(7)])
     if form != "first":

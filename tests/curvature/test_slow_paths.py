@@ -39,7 +39,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_backward_pass_that_cannot_be_batched(caplog: pytest.LogCaptureFixture) -> None:
     example = case(custom(Numpy))
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         for _ in range(2):
             H = fit_curvature(example.network, example.loader(2, 2), structure="full").structure.to_dense()
     (message,) = messages(caplog)
@@ -54,7 +54,7 @@ def test_a_recurrent_layer_without_vmap(caplog: pytest.LogCaptureFixture) -> Non
         head=nn.Linear(2, 3),
     ).double()
     example = case(network)
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         for _ in range(2):
             H = fit_curvature(network, example.loader(2, 2), structure="full").structure.to_dense()
     (message,) = messages(caplog)
@@ -69,7 +69,7 @@ def make_op(function: Callable[[Tensor], Tensor]) -> Op:
 
 def test_columns_through_an_operation_that_cannot_be_batched(caplog: pytest.LogCaptureFixture) -> None:
     op, S = make_op(Numpy.apply), real(5, 2, 3)
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         for _ in range(2):
             (columns,) = op.pull_many([S], op.tracked)
     (message,) = messages(caplog)
@@ -79,7 +79,7 @@ def test_columns_through_an_operation_that_cannot_be_batched(caplog: pytest.LogC
 
 def test_an_operator_without_forward_mode(caplog: pytest.LogCaptureFixture) -> None:
     posterior = fit_laplace(custom(Cubed), [(real(4, 3), real(4, 3))], Gaussian(0.5), structure="diag")
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         for _ in range(2):
             sample_functions(posterior, real(4, 3), 2)
     (message,) = messages(caplog)
