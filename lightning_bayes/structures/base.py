@@ -147,6 +147,12 @@ class Eigenbasis:
     groups: Tensor | None  # the parameter group of each column [n]
     vectors: Tensor | None = None  # Eᵀv for each row [k, n]
 
+    def without_zeros(self) -> Eigenbasis:
+        """The columns whose values are not zero, without vectors."""
+        kept = self.values != 0
+        counts = self.counts[kept] if self.counts.ndim else self.counts
+        return Eigenbasis(self.values[kept], counts, None if self.groups is None else self.groups[kept])
+
 
 class Structure(ABC):
     """A symmetric positive semi-definite matrix `M` over `P` parameters."""
