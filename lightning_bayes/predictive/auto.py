@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -304,9 +305,14 @@ def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
         return PRIORS[::6] if sampled else PRIORS
     if sampled and not posterior.curvature.structure.is_truncated:
         return (float(by_evidence(posterior).prior_precision),)
-    evidence_at = Evidence(posterior)
-    evidence = torch.stack([evidence_at(torch.tensor(δ, dtype=torch.float64, device="cpu")) for δ in PRIORS])
-    return PRIORS[int(evidence.argmax()) :: 6 if sampled else 1]
+    evidence = Evidence(posterior)
+
+    def falls_after(n: int) -> bool:
+        at, after = (evidence(torch.tensor(δ, dtype=torch.float64, device="cpu")) for δ in PRIORS[n : n + 2])
+        return bool(after <= at)
+
+    # Its derivative in log δ, ½ (γ − δ‖θ‖²), changes its sign once.
+    return PRIORS[bisect_left(range(len(PRIORS) - 1), True, key=falls_after) :: 6 if sampled else 1]
 
 
 def _is_sampled(posterior: LaplacePosterior, scoring: Scoring) -> bool:

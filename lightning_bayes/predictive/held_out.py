@@ -244,7 +244,7 @@ def grid(
     seed: int,
 ) -> LaplacePosterior:
     """The best-scoring prior on a grid that is uniform in log δ, in one pass over validation data. All priors use the
-    same seed, so their scores differ only by the prior."""
+    same seed, so their scores differ only by the prior, and their covariances share sums over groups of eigenvalues."""
     if loader is None:
         raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
     metric, priors = tuning.metric, _priors(posterior, predictive, tuning)
@@ -256,7 +256,8 @@ def grid(
     if higher is None:
         raise ValueError(f"{type(metric).__name__} does not say which values are best: set its higher_is_better")
     scores = [_NLL(likelihood) if metric is None else _Metric(metric.clone()) for _ in priors]
-    for laws, y in held_out_laws(posterior, [posterior.with_prior(δ) for δ in priors], loader, scoring):
+    candidates = [posterior.with_prior(δ) for δ in priors]
+    for laws, y in held_out_laws(posterior, candidates, loader, scoring, exact=False):
         for score, law in zip(scores, laws, strict=True):
             score.update(scoring.integrate(likelihood, law), y)
     values = torch.stack([score.compute() for score in scores]) * (-1 if higher else 1)
