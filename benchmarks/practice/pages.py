@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from benchmarks.keep import RESULTS, ROOT
 from benchmarks.practice import results
 from benchmarks.practice.comparison import CLOSE, Comparison
-from benchmarks.practice.methods import DEFAULT, L2M, LAST_LAYER, MAP, MARGLIK, PEER, TEMPERATURE, UNVALIDATED
+from benchmarks.practice.methods import DEFAULT, L2M, LAST_LAYER, MAP, MARGLIK, PEER, STUDENT, TEMPERATURE, UNVALIDATED
 from benchmarks.practice.report import means, of_classes, of_regression
 from benchmarks.practice.results import Row
 from benchmarks.readme import section, with_text
@@ -35,6 +35,7 @@ CLASSES = {
 REGRESSION = {
     **CLASSES,
     TEMPERATURE: "MAP, σ from validation data",
+    STUDENT: "MAP with a Student-t from validation data",
     DEFAULT: '**`LaplaceCallback("regression")`**',
     MARGLIK: '`tune="marglik"`, with the noise',
     L2M: '`L2MCallback("regression")`',

@@ -48,7 +48,7 @@ def evaluate(
     """Scores of the predictions on the `(x, y)` batches of `loader`.
 
     Classification: "nll", "acc", "ece", "brier"; regression: "nll", "rmse", "coverage" (of the 95 % interval), all of
-    the Gaussian with the prediction's mean and variance. `ood_loaders`, whose targets are ignored, add the AUROC of two
+    the prediction's Gaussian or Student-t. `ood_loaders`, whose targets are ignored, add the AUROC of two
     scores that separate their inputs from those of `loader`: "ood_auroc_entropy" and "ood_auroc_epistemic". With
     several, these end in "/dataloader_idx_1", "/dataloader_idx_2", …, as in a Trainer's log. The other arguments are
     those of `predict`; the seed is the same for each batch.
@@ -168,7 +168,7 @@ class ScoreTable:
 
 
 class Scores:
-    """NLL, accuracy, ECE and Brier score of probabilities; NLL, RMSE and 95 % coverage of a mean and variance."""
+    """NLL, accuracy, ECE and Brier score of probabilities; NLL, RMSE and 95 % coverage of real targets."""
 
     def __init__(self, device: torch.device, ignore_index: int | None = None) -> None:
         self._device, self._ignore_index = float64_device(device), ignore_index
@@ -221,13 +221,12 @@ class Scores:
         if len(y) == 0:
             return
         y = real_targets(prediction.mean, y)
-        flat = (t.flatten().split(ROWS) for t in (prediction.mean, prediction.variance, y))
-        for part in zip(*flat, strict=True):
-            mean, variance, target = map(in_float64, part)
-            metrics["nll"].update(mean, variance, target)
-            metrics["coverage"].update(mean, variance, target)
+        law = [prediction.mean, prediction.variance, y, *([] if prediction.df is None else [prediction.df])]
+        for part in zip(*(t.flatten().split(ROWS) for t in law), strict=True):
+            mean, _, target, *_ = part = [in_float64(t) for t in part]
+            for metric in (metrics["nll"], metrics["coverage"], self._curve):
+                metric.update(*part)
             metrics["rmse"].update(mean, target)
-            self._curve.update(mean, variance, target)
 
     def _make(self, **kinds: Callable[[], Metric]) -> dict[str, Any]:
         if not self.metrics:
