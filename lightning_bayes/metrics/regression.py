@@ -4,7 +4,6 @@ Every `update` takes `mean`, `variance` (noise included) and `target` of one sha
 in `metric.update(p.mean, p.variance, y, p.df)`.
 """
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -62,14 +61,19 @@ class GaussianCRPS(GaussianMean):
     batch_sums = staticmethod(_gaussian_crps_update)
 
 
-class IntervalMean(GaussianMean):
+class IntervalMean(MeanMetric):
     """A mean over central intervals."""
 
     plot_lower_bound = 0.0
 
     def __init__(self, level: float = 0.95, **kwargs: Any) -> None:
         super().__init__(settings=(check_level(level),), **kwargs)
-        self.level, self.batch_sums = level, partial(type(self).batch_sums, level=level)
+        self.level = level
+
+    def update(self, mean: Tensor, variance: Tensor, target: Tensor, df: Freedom = None) -> None:
+        """Add every element of tensors of one shape."""
+        inputs = regression_inputs(mean, variance, target, df, self.validate_args)
+        self.accumulate(self.batch_sums(*inputs, self.level))
 
 
 class IntervalCoverage(IntervalMean):

@@ -222,11 +222,11 @@ class Scores:
             return
         y = real_targets(prediction.mean, y)
         law = [prediction.mean, prediction.variance, y, *([] if prediction.df is None else [prediction.df])]
-        for part in zip(*(t.flatten().split(ROWS) for t in law), strict=True):
-            mean, _, target, *_ = part = [in_float64(t) for t in part]
+        for parts in zip(*(t.flatten().split(ROWS) for t in law), strict=True):
+            wide = [in_float64(part) for part in parts]
             for metric in (metrics["nll"], metrics["coverage"], self._curve):
-                metric.update(*part)
-            metrics["rmse"].update(mean, target)
+                metric.update(*wide)
+            metrics["rmse"].update(wide[0], wide[2])
 
     def _make(self, **kinds: Callable[[], Metric]) -> dict[str, Any]:
         if not self.metrics:

@@ -104,12 +104,13 @@ def regression_inputs(
 
 def _degrees_of_freedom(df: float | Tensor, mean: Tensor, validate: bool) -> Tensor:
     """# [N]"""
+    freedom: Any = df
     if isinstance(df, (int, float)) and not isinstance(df, bool):
-        df = mean.new_tensor(df, dtype=accumulation_dtype(mean.device)).expand(mean.shape)
-    check_tensors(df=df)
-    if df.shape != mean.shape:
+        freedom = mean.new_tensor(df, dtype=accumulation_dtype(mean.device)).expand(mean.shape)
+    check_tensors(df=freedom)
+    if freedom.shape != mean.shape:
         raise MetricInputError(f"df must be a number, or have the mean's shape {list(mean.shape)}.")
-    freedom = _widen(df).reshape(-1)
+    freedom = _widen(freedom).reshape(-1)
     if validate and not bool((freedom > 2).all()):
         raise MetricInputError(f"df must be more than 2, or the variance is infinite; got {float(freedom.min()):g}.")
     return freedom
