@@ -188,11 +188,11 @@ class LinearModel:
         """The batches of the loader, which are kept if their Jacobians are small."""
         rows = posterior.curvature.n_outputs  # 0 if no pass has counted them
         is_small = 0 < rows * posterior.subset.size * posterior.mean.element_size() <= HELD
-        start, batches = 0, []
+        start, batches = 0, list[Batch]()
         for batch in self._loader:
             x, y = inputs.to_device(inputs.split_targets(posterior.network, batch), posterior.device)
             with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
-                of_batch = KeptBatch(posterior, x, y, start) if is_small else NetworkBatch(posterior, x, y, start)
+                of_batch = (KeptBatch if is_small else NetworkBatch)(posterior, x, y, start)
                 yield of_batch
             if is_small:
                 batches.append(of_batch)

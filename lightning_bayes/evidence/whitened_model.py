@@ -62,18 +62,25 @@ class WhitenedRows:
         self.at_start = self.push(self.start)
 
     def parts(self) -> Iterator[tuple[slice, Factors]]:
+        yield from self._scaled() if self.root.ndim == 1 else self._times_root
+
+    def _scaled(self) -> Iterator[tuple[slice, Factors]]:
         for rows, part in self._kept.parts(self._posterior):
             for layout in part.layers.keys() - self._places.keys():
                 self._places[layout] = places(layout, self._posterior.subset)
-            yield rows, part if self.root.ndim == 1 else self._times_root(part)
+            yield rows, part
 
-    def _times_root(self, part: Factors) -> Factors:
-        J = self.root.new_zeros(part.n_outputs, len(part.f), len(self.root))
-        for layout, layer in part.layers.items():
-            J[..., self._places[layout]] += layer.rows()
-        whole = Layout.vector([(0, len(self.root))])
+    @cached_property
+    def _times_root(self) -> list[tuple[slice, Factors]]:
+        """`JΛ^(−½)`, of all layers together."""
+        parts, whole = [], Layout.vector([(0, len(self.root))])
+        for rows, part in self._scaled():
+            J = self.root.new_zeros(part.n_outputs, len(part.f), len(self.root))
+            for layout, layer in part.layers.items():
+                J[..., self._places[layout]] += layer.rows()
+            parts.append((rows, Factors(part.f, {whole: Rows(J @ self.root)})))
         self._places[whole] = torch.arange(len(self.root), device="cpu")
-        return Factors(part.f, {whole: Rows(J @ self.root)})
+        return parts
 
     def push(self, w: Tensor) -> Tensor:
         """`J̃w`.  # [..., P] -> [..., N, C]"""
@@ -136,10 +143,10 @@ class WhitenedRows:
 
     def diagonal_covariance(self, variances: Tensor) -> Tensor:
         """`J̃ₙΣJ̃ₙᵀ` of a diagonal matrix.  # [P] -> [N, C, C]"""
-        parts = [
-            sum(layer.diagonal_covariance(variances[self._places[layout]]) for layout, layer in part.layers.items())
-            for _, part in self.parts()
-        ]
+        parts = []
+        for _, part in self.parts():
+            terms = [layer.diagonal_covariance(variances[self._places[at]]) for at, layer in part.layers.items()]
+            parts.append(torch.stack(terms).sum(0))
         return torch.cat(parts)
 
     @cached_property
