@@ -210,7 +210,7 @@ def of_ensemble(members: DeepEnsemble) -> Panels:
 
 
 def main() -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     draw(sys.argv[1:])
 

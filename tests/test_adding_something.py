@@ -6,25 +6,25 @@ tuning and a file without a line of the package knowing of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from helpers.networks import made, mlp
+from helpers.oracles import jacobian
+from helpers.tensors import TIGHT, real, seeded
+from torch import Tensor
 
 from lightning_bayes import GLM, Gaussian, GaussianPosterior, LaplacePosterior, fit_laplace
-from lightning_bayes.curvature.accumulate import Accumulator, BlockAccumulator, JacobianAccumulator
+from lightning_bayes.curvature.accumulate import BlockAccumulator, JacobianAccumulator
 from lightning_bayes.jacobian.plan import Plan
-from lightning_bayes.likelihoods import Likelihood, resolve
+from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import diagonal_root
 from lightning_bayes.network import Processes, SubsetError
 from lightning_bayes.structures import Structure, StructureError
-
-F64 = torch.float64
-TIGHT = {"rtol": 1e-9, "atol": 1e-12}
-
 
 # -- one file ----------------------------------------------------------------------------------------------------------
 
@@ -143,90 +143,56 @@ class ExactBlocks(BlockAccumulator):
 
 # -- what it can do ----------------------------------------------------------------------------------------------------
 
-GENERATOR = torch.Generator().manual_seed(0)
-X = torch.randn(9, 3, generator=GENERATOR, dtype=F64)
-Y = torch.poisson(torch.rand(9, 2, generator=GENERATOR, dtype=F64) * 4)
+X = real(9, 3)
+Y = torch.poisson(torch.rand(9, 2, generator=seeded(), dtype=X.dtype) * 4, seeded(1))
+BATCHES = [(X[:4], Y[:4]), (X[4:], Y[4:])]
+network = partial(made, partial(mlp, outputs=2))
 
 
-@pytest.fixture(autouse=True)
-def still() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        yield
-
-
-def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    return [(X[:4], Y[:4]), (X[4:], Y[4:])]  # uneven
-
-
-def jacobian(net: nn.Module, x: Tensor) -> Tensor:
-    """# [B, C, P]"""
-    parameters = dict(net.named_parameters())
-    J = torch.func.jacrev(lambda p: torch.func.functional_call(net, p, (x,)))(parameters)
-    return torch.cat([part.reshape(*part.shape[:2], -1) for part in J.values()], dim=-1).detach()
-
-
-def ggn(net: nn.Module, s: float = 1.0) -> Tensor:
-    """`Σₙ Jₙᵀ diag(s e^f) Jₙ`, by hand.  # [P, P]"""
-    J, f = jacobian(net, X), net(X).detach()
-    return torch.einsum("bcp,bc,bcq->pq", J, s * f.exp(), J)
-
-
-def test_words_are_known_once_their_classes_are() -> None:
-    assert resolve("counts") == Poisson()
-    assert fit_laplace(network(), batches(), "counts", structure="identity").likelihood == Poisson()
+def fit(structure: str, likelihood: str | Likelihood = "counts", **options: Any) -> LaplacePosterior:
+    return fit_laplace(network(), BATCHES, likelihood, structure=structure, **options)
 
 
 @pytest.mark.parametrize("structure", ["full", "diag", "identity", "blocks"])
 def test_an_own_likelihood_has_its_exact_curvature(structure: str) -> None:
-    net = network()
-    H = ggn(net, 2.0)
-    P = len(H)
-    layers = torch.block_diag(torch.ones(16, 16), torch.ones(10, 10)).to(H)
+    """`Σₙ Jₙᵀ diag(s e^f) Jₙ`, by hand."""
+    J, f = jacobian(network(), X), network()(X).detach()
+    H = torch.einsum("bcp,bc,bcq->pq", J, 2 * f.exp(), J)
     expected = {
         "full": H,
         "diag": torch.diag(H.diagonal()),
-        "identity": H.trace() / P * torch.eye(P, dtype=F64),
-        "blocks": H * layers,
+        "identity": H.trace() / len(H) * torch.eye(len(H), dtype=H.dtype),
+        "blocks": H * torch.block_diag(torch.ones(16, 16), torch.ones(10, 10)),
     }
-    found = fit_laplace(net, batches(), Poisson(exposure=2.0), structure=structure).curvature.structure
+    found = fit(structure, Poisson(exposure=2.0)).curvature.structure
     torch.testing.assert_close(found.to_dense(), expected[structure], **TIGHT)
 
 
 @pytest.mark.parametrize("structure", ["identity", "blocks"])
 def test_an_own_structure_predicts_through_the_linearised_network(structure: str) -> None:
-    net = network()
-    posterior = fit_laplace(net, batches(), "counts", prior_precision=0.7, structure=structure)
-    f, Σ = posterior.functional(X[:5])
-    J, P = jacobian(net, X[:5]), posterior.precision.to_dense()
-    torch.testing.assert_close(f, net(X[:5]).detach(), **TIGHT)
+    posterior, x = fit(structure, prior_precision=0.7), X[:5]
+    assert posterior.likelihood == Poisson()
+    f, Σ = posterior.functional(x)
+    J, P = jacobian(network(), x), posterior.precision.to_dense()
+    torch.testing.assert_close(f, network()(x).detach(), **TIGHT)
     torch.testing.assert_close(Σ, J @ torch.linalg.solve(P, J.mT), **TIGHT)
-    (variance,) = posterior.functional_for([posterior.precision], X[:5], "marginal")[1]
-    torch.testing.assert_close(variance, Σ.diagonal(dim1=1, dim2=2), **TIGHT)
-    together = posterior.functional(X[:5], joint=True)[1]
-    flat = J.flatten(0, 1)
-    torch.testing.assert_close(together, flat @ torch.linalg.solve(P, flat.mT), **TIGHT)
-    # The mean of a log-normal rate.
-    found = posterior.predict(X[:5], GLM(samples=200_000), generator=torch.Generator().manual_seed(0))
-    assert found.mean is not None
-    torch.testing.assert_close(found.mean, (f + 0.5 * variance).exp(), rtol=0.02, atol=0)
+    joint, flat = posterior.functional(x, joint=True)[1], J.flatten(0, 1)
+    torch.testing.assert_close(joint, flat @ torch.linalg.solve(P, flat.mT), **TIGHT)
+    prediction = posterior.predict(x, GLM(samples=200_000), generator=seeded())
+    of_log_normal = (f + 0.5 * Σ.diagonal(dim1=1, dim2=2)).exp()
+    torch.testing.assert_close(prediction.mean, of_log_normal, rtol=0.02, atol=0)
 
 
 def test_single_weights_have_no_block_of_their_own() -> None:
-    with pytest.raises(SubsetError, match="single weights of a layer have no block form: use structure='full' or"):
-        fit_laplace(network(), batches(), "counts", subset=torch.tensor([0, 3]), structure="blocks")
+    with pytest.raises(SubsetError, match="no block form"):
+        fit("blocks", subset=torch.tensor([0, 3]))
 
 
 def test_an_own_structure_has_an_evidence_to_tune() -> None:
-    net = network()
-    posterior = fit_laplace(net, batches(), "counts", structure="identity")
+    posterior = fit("identity")
     θ, P = posterior.mean, posterior.precision.to_dense()
-    fit = torch.distributions.Poisson(net(X).detach().exp()).log_prob(Y).sum()
-    expected = fit - 0.5 * (torch.logdet(P) + θ @ θ)
+    log_likelihood = torch.distributions.Poisson(network()(X).detach().exp()).log_prob(Y).sum()
+    expected = log_likelihood - 0.5 * (torch.logdet(P) + θ @ θ)
     torch.testing.assert_close(posterior.log_marginal_likelihood(), expected, **TIGHT)
     tuned = posterior.tune_prior("marglik")
     assert tuned.log_marginal_likelihood() > posterior.log_marginal_likelihood()
@@ -234,21 +200,17 @@ def test_an_own_structure_has_an_evidence_to_tune() -> None:
 
 @pytest.mark.parametrize("structure", ["identity", "blocks"])
 def test_a_file_holds_both(tmp_path: Path, structure: str) -> None:
-    net = network()
-    posterior = fit_laplace(net, batches(), Poisson(exposure=2.0), prior_precision=0.7, structure=structure)
+    posterior = fit(structure, Poisson(exposure=2.0), prior_precision=0.7)
     posterior.save(tmp_path / "posterior.pt")
-    torch.load(tmp_path / "posterior.pt", weights_only=True)
-    loaded = GaussianPosterior.load(tmp_path / "posterior.pt", net)
+    loaded = GaussianPosterior.load(tmp_path / "posterior.pt", network())
     assert isinstance(loaded, LaplacePosterior)
     assert loaded.likelihood == Poisson(exposure=2.0)
-    assert type(loaded.precision) is type(posterior.precision)
     torch.testing.assert_close(loaded.precision.to_dense(), posterior.precision.to_dense(), **TIGHT)
     torch.testing.assert_close(loaded.log_marginal_likelihood(), posterior.log_marginal_likelihood(), **TIGHT)
-    torch.testing.assert_close(loaded.functional(X)[1], posterior.functional(X)[1], **TIGHT)
 
 
 def test_a_name_belongs_to_one_class() -> None:
-    with pytest.raises(ValueError, match=r"the name 'Gaussian' belongs to Gaussian: give .*Second another one"):
+    with pytest.raises(ValueError, match="the name 'Gaussian' belongs to Gaussian"):
 
         class Second(Gaussian):
             name = "Gaussian"
@@ -268,9 +230,8 @@ def test_a_root_of_ones_own_says_again_whether_it_is_diagonal() -> None:
 
     assert Gaussian().has_diagonal_fisher
     assert not Coupled().has_diagonal_fisher
-    net = network()
-    J = jacobian(net, X).sum(1)
-    found = fit_laplace(net, batches(), Coupled(), structure="full").curvature.structure
+    J = jacobian(network(), X).sum(1)
+    found = fit("full", Coupled()).curvature.structure
     torch.testing.assert_close(found.to_dense(), J.mT @ J, **TIGHT)
 
 
@@ -278,11 +239,10 @@ def test_a_structure_without_a_name_cannot_be_saved() -> None:
     class Nameless(ScaledIdentity):
         name = None
 
-    with pytest.raises(StructureError, match="Nameless cannot be saved: give the class a name"):
+    with pytest.raises(StructureError, match="Nameless cannot be saved"):
         Nameless(torch.ones(()), 3).to_state()
 
 
 def test_accumulators_without_a_word_are_not_offered() -> None:
     with pytest.raises(ValueError, match="unknown structure None"):
-        fit_laplace(network(), batches(), "counts", structure=None)  # type: ignore[arg-type]
-    assert Accumulator.word is None
+        fit(None)  # type: ignore[arg-type]

@@ -129,19 +129,6 @@ def test_imports_point_left() -> None:
     assert find_violations(ROOT) == []
 
 
-def test_every_import_of_the_package_is_seen() -> None:
-    """The checker reads what Python runs: absolute and relative imports, in the package and at its top."""
-    edges = set()
-    for path in ROOT.rglob("*.py"):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        for each in read_imports(path, (PACKAGE, *parts)):
-            edges.add((parts[0], ".".join(each.target.split(".")[:2])))
-    assert ("likelihoods", f"{PACKAGE}.likelihoods") in edges  # written relatively
-    assert ("curvature", f"{PACKAGE}.structures") in edges
-    assert ("plots", f"{PACKAGE}.metrics") in edges
-    assert ("metrics", "torchmetrics.Metric") in edges
-
-
 GOOD = {
     "arguments.py": "import math",
     "structures/dense.py": "from lightning_bayes.arguments import count",
@@ -173,38 +160,23 @@ def test_a_package_in_order_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "source", "reason"),
     [
-        ("structures/bad.py", "from lightning_bayes.posterior import x", "structures must not import posterior"),
         ("structures/bad.py", "import lightning_bayes.curvature.fit", "structures must not import curvature"),
         ("structures/bad.py", "from lightning_bayes.likelihoods import x", "structures must not import likelihoods"),
         ("likelihoods/bad.py", "from ..curvature import fit", "likelihoods must not import curvature"),
         ("likelihoods/__init__.py", "from .. import predictive", "likelihoods must not import predictive"),
         ("curvature/deep/bad.py", "from ...posterior.x import y", "curvature must not import posterior"),
         ("curvature/bad.py", "from lightning_bayes import fit_laplace", "curvature must not import the whole package"),
-        (
-            "curvature/bad.py",
-            "def f():\n    from lightning_bayes import posterior",
-            "curvature must not import posterior",
-        ),
         ("curvature/bad.py", "if True:\n    import lightning.pytorch", "curvature must not know of Lightning"),
         ("posterior/bad.py", "from lightning_bayes.predictive import x", "posterior must not import predictive"),
         ("posterior/bad.py", "def f():\n    from ..predictive import x", "posterior must not import predictive"),
-        ("evidence/bad.py", "from lightning_bayes.predictive import x", "evidence must not import predictive"),
-        ("posterior/bad.py", "def f():\n    from ..callbacks import x", "posterior must not import callbacks"),
         ("predictive/bad.py", "def f():\n    from pytorch_lightning import x", "predictive must not know of Lightning"),
-        ("network/bad.py", "from lightning_bayes.structures import x", "network must not import structures"),
         ("callbacks/bad.py", "from lightning_bayes.mixins import x", "callbacks must not import mixins"),
         ("mixins/bad.py", "from lightning_bayes.callbacks import x", "mixins must not import callbacks"),
-        ("trainer/bad.py", "def f():\n    from lightning_bayes import callbacks", "trainer must not import callbacks"),
-        ("callbacks/bad.py", "import torchvision.models", "torchvision is optional"),
         ("posterior/bad.py", "try:\n    import sklearn\nexcept ImportError:\n    pass", "sklearn is optional"),
         ("plots/bad.py", "class A:\n    import matplotlib.pyplot as plt", "matplotlib is optional"),
-        ("plots/bad.py", "from lightning_bayes.posterior import x", "plots must not import posterior"),
-        ("metrics/bad.py", "from lightning_bayes.likelihoods import x", "metrics must not import likelihoods"),
-        ("metrics/bad.py", "from lightning_bayes import plots", "metrics must not import plots"),
-        ("metrics/bad.py", "def f():\n    from lightning_bayes import plots", "metrics must not import plots"),
-        ("metrics/bad.py", "import numpy as np", "metrics need torch and torchmetrics only, not numpy"),
         ("__init__.py", "import matplotlib", "matplotlib is optional"),
-        ("arguments.py", "from lightning_bayes.likelihoods import x", "arguments must not import likelihoods"),
+        ("metrics/bad.py", "from lightning_bayes import plots", "metrics must not import plots"),
+        ("metrics/bad.py", "import numpy as np", "metrics need torch and torchmetrics only, not numpy"),
         ("arguments.py", "import torch", "arguments need Python alone, not torch"),
         ("utils/bad.py", "", "belongs to no layer"),
         ("helpers.py", "", "belongs to no layer"),

@@ -28,7 +28,6 @@ recommendation 2 and proposition 3): `log π(θ) ∝ λ' ‖θ'‖² + Σₙ λ�
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,14 +38,13 @@ from torch import Tensor
 from lightning_bayes.arguments import word
 from lightning_bayes.jacobian.plan import normalised_layers
 from lightning_bayes.network import DataError, inputs
-from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.float64 import in_float64
 from lightning_bayes.network.loaders import check_loader
+from lightning_bayes.network.messages import inform
 from lightning_bayes.posterior.gaussian import PosteriorError, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import as_precision
-
-logger = logging.getLogger("lightning_bayes")
 
 EVIDENCES = ("weights", "optimum")
 LARGEST = 1e8  # prior precisions, and factors on the noise, stay within [1/LARGEST, LARGEST]
@@ -202,7 +200,7 @@ class PriorGroups:
                 "loader= to find them in its first batch"
             )
         if not normalised:
-            logger.info("groups='normalised': no layer is directly before a normalisation; all share a prior")
+            inform("groups='normalised': no layer is directly before a normalisation; all share a prior")
         numbers = {layer: n for n, layer in enumerate(normalised)}
         index = [numbers.get(layer, len(numbers)) for layer in layers]
         return PriorGroups(torch.tensor(index, device=posterior.device).unique(return_inverse=True)[1])

@@ -28,8 +28,8 @@ from lightning_bayes.curvature.data_pass import DataPass
 from lightning_bayes.jacobian.products import Jacobian
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, inputs
-from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.float64 import float64_device, in_float64
 from lightning_bayes.posterior.at_mean import linearised_outputs
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.jacobian_factors import HELD, factors, places

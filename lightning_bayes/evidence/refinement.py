@@ -19,7 +19,6 @@ The network keeps its weights `θ̃`. Predictions are those of `h`, with the mea
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -41,13 +40,12 @@ from lightning_bayes.evidence.whitened_model import (
     symmetric_root,
 )
 from lightning_bayes.network import DataError, inputs
-from lightning_bayes.network.accumulation import cast_like
 from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.network.float64 import cast_like
 from lightning_bayes.network.loaders import check_loader
+from lightning_bayes.network.messages import warn
 from lightning_bayes.posterior.gaussian import PosteriorError, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
-
-logger = logging.getLogger("lightning_bayes")
 
 METHODS = ("laplace", "variational")
 VARIATIONAL = ("full", "diag")  # structures
@@ -108,9 +106,7 @@ def _laplace(
         optimum, residual = model.minimum(posterior, passes, tolerance)
     if residual > tolerance:
         advice = "raise `passes`" if model.passes >= passes - 1 else "no step was downhill, raise `tolerance`"
-        logger.warning(
-            "refinement stopped after %d passes at a relative gradient of %.1g: %s", model.passes, residual, advice
-        )
+        warn("refinement stopped after %d passes at a relative gradient of %.1g: %s", model.passes, residual, advice)
     refined = model.refitted(optimum)
     if refined.points is None:
         return refined
@@ -132,13 +128,13 @@ def _variational(
     diagonal = posterior.curvature.structure.word == "diag"
     best = maximise(model, points, diagonal, tolerance, _ROUNDS, progress)
     if best.rounds == _ROUNDS:
-        logger.warning(
+        warn(
             "variational refinement still gains %.1g nats per round after %d rounds: a larger prior precision helps",
             best.gain,
             _ROUNDS,
         )
     elif _LARGE_GAIN * abs(best.bound) < best.gain < math.inf:
-        logger.warning(
+        warn(
             "variational refinement cannot improve a lower bound of %.6g, although the last round gained %.1g: raise "
             "`samples`, or the prior precision",
             best.bound,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_bayes.evidence.linear_model import conjugate_gradients
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network.accumulation import cast_like, in_float64
+from lightning_bayes.network.float64 import cast_like, in_float64
 from lightning_bayes.posterior.jacobian_factors import Factors, KeptFactors, Rows, kernel, own_kernel, places
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import Diagonal, Layout

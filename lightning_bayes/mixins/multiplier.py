@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,6 +31,7 @@ from lightning_bayes.arguments import positive
 from lightning_bayes.mixins.gaussian_weights import BELOW_PRIOR, LogSigma, by_pattern
 from lightning_bayes.mixins.variational import MixinBase
 from lightning_bayes.network import private
+from lightning_bayes.network.messages import warn
 from lightning_bayes.trainer.private import is_dev_run
 
 # Their steps grow with the gradient, so the learning rate bounds nothing.
@@ -263,7 +263,7 @@ def _warn_before_training(trainer: Trainer) -> None:
             names = ", ".join(type(scheduler).__name__ for scheduler in _schedulers_of(optimizer, trainer))
             unless = f" (if {names} never raises them above {bound / steps / m:g})" if names else ""
             of = f"in the {steps:.0f} planned steps, the sum of their learning rates times the multiplier {m:g}{unless}"
-            rank_zero_warn(_too_short(bound, m, of, "training will stop before the variances have converged"))
+            warn(_too_short(bound, m, of, "training will stop before the variances have converged"))
             for group in groups:
                 group.pop(BOUND, None)  # warn only once
 
@@ -277,7 +277,7 @@ def _warn_after_training(trainer: Trainer) -> None:
         bound, m = min(((float(group[BOUND]), group[MULTIPLIER]) for group in groups), default=(math.inf, 1.0))
         if bound < BELOW_PRIOR - 1e-9:
             of = f"with the learning rates of this training, their sum times the multiplier {m:g}"
-            rank_zero_warn(_too_short(bound, m, of, "training has stopped before the variances have converged"))
+            warn(_too_short(bound, m, of, "training has stopped before the variances have converged"))
 
 
 def _bounded_groups(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.network.accumulation import in_float64
+from lightning_bayes.network.float64 import in_float64
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.jacobian_factors import Factors, KeptFactors, factors, kernel, own_kernel
 from lightning_bayes.posterior.prior import per_parameter

@@ -31,7 +31,7 @@ from lightning_bayes.jacobian.checks import check_examples_apart
 from lightning_bayes.jacobian.gradients import MEMORY
 from lightning_bayes.jacobian.output_gaussian import LayerJacobian
 from lightning_bayes.network import Subset, inputs
-from lightning_bayes.network.accumulation import in_float64
+from lightning_bayes.network.float64 import in_float64
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.structures import Layout
 

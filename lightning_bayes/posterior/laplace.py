@@ -20,8 +20,8 @@ from lightning_bayes.curvature.fit import log_likelihood
 from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Processes, Subset
-from lightning_bayes.network.accumulation import cast_like, float64_device, in_float64, number_like
 from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.network.float64 import cast_like, float64_device, in_float64, number_like
 from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
 from lightning_bayes.options.tuning import CalibrateWord, TuneWord, Tuning
 from lightning_bayes.posterior.function_space import GaussianProcess

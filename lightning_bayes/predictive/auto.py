@@ -25,7 +25,6 @@ priors that are not wider; for a regression, they choose the best, each with its
 
 from __future__ import annotations
 
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -38,6 +37,7 @@ from torch import Tensor
 from lightning_bayes.evidence.evidence import Evidence, linear_gaussian_maximum
 from lightning_bayes.evidence.tuning import linear, marglik
 from lightning_bayes.network.loaders import check_loader
+from lightning_bayes.network.messages import inform
 from lightning_bayes.network.output import output_of
 from lightning_bayes.options.predictive import MAP, PredictiveOption
 from lightning_bayes.options.tuning import Tuning
@@ -53,8 +53,6 @@ from lightning_bayes.predictive.held_out import (
 )
 from lightning_bayes.predictive.novelty import KnownInputs
 from lightning_bayes.predictive.predict import MANY, NEGLIGIBLE, is_plain
-
-logger = logging.getLogger("lightning_bayes")
 
 PRIORS = tuple(float(δ) for δ in torch.logspace(-4, 4, 25, dtype=torch.float64, device="cpu"))
 AS_IT_IS = LOG_TEMPERATURES.index(0.0)
@@ -81,7 +79,7 @@ def tune_auto(
     known = KnownInputs(posterior, check_loader(loader))
     chosen = known.keep_in(survey(posterior, known, scoring, tune=True, calibrate=calibrate is not None).on())
     if is_plain(chosen):
-        logger.info("the posterior adds nothing on the held-out data: predictions are the plain network's")
+        inform("the posterior adds nothing on the held-out data: predictions are the plain network's")
     return chosen
 
 
@@ -90,9 +88,9 @@ def without_held_out_data(posterior: LaplacePosterior) -> LaplacePosterior:
     if posterior.prior.precision is not None:
         return posterior
     if not posterior.curvature.knows_likelihood:
-        logger.warning("no held-out data, and no pass over the training data: the prior stays")
+        inform("no held-out data, and no pass over the training data: the prior stays")
         return posterior
-    logger.info("no held-out data: the evidence chooses the prior")
+    inform("no held-out data: the evidence chooses the prior")
     return by_evidence(posterior)
 
 

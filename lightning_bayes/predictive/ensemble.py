@@ -32,8 +32,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import format_value, instance, listed
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood
-from lightning_bayes.network.borrowed import copied_generator
-from lightning_bayes.network.errors import submodule
+from lightning_bayes.network.borrowed import copied_generator, submodule
 from lightning_bayes.network.output import unwrap_output
 from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
@@ -147,11 +146,12 @@ class DeepEnsemble:
             w = self._weights_like(entropies)
             disagreement = (mixture.entropy - (w * entropies).sum(0)).clamp_min(0)
             mixture = replace(mixture, mutual_information=(w * torch.stack(known)).sum(0) + disagreement)
-        scores = [member.novelty for member in members if member.novelty is not None]
-        novelty = None
-        if len(scores) == len(members):
-            novelty = (self._weights_like(torch.stack(scores)) * torch.stack(scores)).sum(0)
-        return replace(Prediction.from_predictive(mixture), novelty=novelty)
+        per_input = {}
+        for name in ("novelty", "energy"):
+            values = [getattr(member, name) for member in members]
+            if all(value is not None for value in values):
+                per_input[name] = (self._weights_like(torch.stack(values)) * torch.stack(values)).sum(0)
+        return replace(Prediction.from_predictive(mixture), **per_input)
 
     def predict_each(
         self,

@@ -6,7 +6,6 @@ Predictions are scored with the predictive and link that will be used.
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +18,10 @@ from lightning_bayes.arguments import format_value, word
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood, Predictive
 from lightning_bayes.network import DataError, inputs
-from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import generator_on, preserved_rng
+from lightning_bayes.network.float64 import float64_device, in_float64
 from lightning_bayes.network.loaders import check_loader
+from lightning_bayes.network.messages import warn
 from lightning_bayes.options.predictive import GLM, MAP, PredictiveOption, predictive_option
 from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior import GaussianPosterior
@@ -31,7 +31,6 @@ from lightning_bayes.predictive.draws import SharedDraws
 from lightning_bayes.predictive.novelty import KnownInputs
 from lightning_bayes.predictive.predict import FunctionDraws, Integral, OutputLaw, output_laws
 
-logger = logging.getLogger("lightning_bayes")
 Posterior = TypeVar("Posterior", bound=GaussianPosterior)
 Candidates = Sequence[GaussianPosterior | None]  # they differ in their priors; None is the plain network
 
@@ -232,9 +231,7 @@ class _Targets:
                     "probabilities are right: hold out data of all classes"
                 )
         if self._n < FEW:
-            logger.warning(
-                "only %d examples are held out, so the choice is uncertain: hold out %d or more", self._n, FEW
-            )
+            warn("only %d examples are held out, so the choice is uncertain: hold out %d or more", self._n, FEW)
 
 
 @implements("tune_prior: grid")

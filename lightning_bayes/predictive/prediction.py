@@ -52,6 +52,7 @@ class Prediction(TensorFields):
 
     `novelty` `[B]` is the share of a weak prior's variance that the data have left at the input, and `novelty_p` the
     share of held-out inputs that are at least as novel. For inputs like those it is at most α with a probability of α.
+    The `energy` of classes, `−log Σ_c exp f_c` of the outputs (Liu et al. 2020), has the shape of the entropy.
 
     `prediction[examples]` selects examples by a number, a slice, a list or a mask; a number keeps the batch dimension.
     `Prediction.cat` joins the batches that `trainer.predict` returns.
@@ -66,6 +67,7 @@ class Prediction(TensorFields):
     mutual_information: Tensor | None = None  # None: not known
     novelty: Tensor | None = None  # [B]; None: not known
     novelty_p: Tensor | None = None  # [B]; None: nothing was held out
+    energy: Tensor | None = None  # None: not of classes
 
     @staticmethod
     def from_predictive(predictive: Predictive) -> Prediction:

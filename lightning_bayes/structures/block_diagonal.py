@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.network.subset import Subset
-from lightning_bayes.structures.base import Eigenbasis, ParameterBlock, Structure, StructureError
-from lightning_bayes.structures.layout import Layout, Piece
+from lightning_bayes.structures.base import Eigenbasis, Layout, ParameterBlock, Piece, Structure, StructureError
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_bayes.network.accumulation import cast_like, in_float64
+from lightning_bayes.network.float64 import cast_like, in_float64
 from lightning_bayes.structures.base import Eigenbasis, Structure, StructureError, cached_outside_graphs, positive
 from lightning_bayes.structures.block_diagonal import BlockDiagonal
 from lightning_bayes.structures.factor import Factor

@@ -6,7 +6,7 @@ refuse is in `tests/options`.
 """
 
 from bad_calls.callbacks import CALLBACKS
-from bad_calls.cases import Row, Table, Things, clearness
+from bad_calls.cases import Table, Things, clearness
 from bad_calls.conformal import CONFORMAL
 from bad_calls.files import FILES
 from bad_calls.fitting import FITTING
@@ -20,6 +20,5 @@ from bad_calls.using import USING
 
 TABLES = [*CALLBACKS, *MIXINS, *FITTING, *NETWORKS, *USING, *CONFORMAL, *LIKELIHOODS, *METRICS, *PLOTS, *FILES]
 TABLES += MEASUREMENTS
-ROWS: list[Row] = [row for table in TABLES for row in table.rows]
 
-__all__ = ["ROWS", "TABLES", "Row", "Table", "Things", "clearness"]
+__all__ = ["TABLES", "Table", "Things", "clearness"]

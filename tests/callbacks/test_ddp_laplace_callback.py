@@ -19,9 +19,7 @@ from lightning_bayes import BNN, GLM, GP, GaussianPosterior, Prior, Tuning, fit_
 from lightning_bayes.network import Processes
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`"),
     pytest.mark.filterwarnings("ignore:.*in eval mode"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
 
 
@@ -121,6 +119,8 @@ class Scenarios:
             "effective parameters": posterior.effective_parameters,
             "functional covariance": posterior.functional(X)[1],
             "prediction": posterior.predict(X).probs,
+            "novelty": posterior.novelty(X),
+            "known novelty": posterior.known_novelty,
             "samples": posterior.sample(3, torch.Generator().manual_seed(2)),
             "sampled prediction": posterior.predict(
                 X, BNN(samples=4), generator=torch.Generator().manual_seed(2)
@@ -217,6 +217,8 @@ QUANTITIES = (
     "effective parameters",
     "functional covariance",
     "prediction",
+    "novelty",
+    "known novelty",
     "samples",
     "sampled prediction",
 )
@@ -308,7 +310,12 @@ def test_a_grid_is_scored_on_all_validation_data_by_all_processes(world: Any) ->
 def test_padding_is_not_scored(world: Any, kind: str) -> None:
     alone, ranks, _ = world
     of_first = {"test_nll_map/dataloader_idx_0", "test_nll_grid/dataloader_idx_0"}
-    assert {*of_first, "test_ood_auroc_entropy_grid/dataloader_idx_1"} <= alone[f"test/{kind}"].keys()
+    of_second = {
+        f"test_ood_{number}_{score}/dataloader_idx_1"
+        for number in ("auroc", "aupr_out", "fpr95")
+        for score in ("entropy_map", "confidence_map", "energy_map", "mutual_information_grid", "novelty_grid")
+    }
+    assert of_first | of_second <= alone[f"test/{kind}"].keys()
     for rank in ranks:
         assert rank[f"test/{kind}"] == pytest.approx(alone[f"test/{kind}"], rel=1e-6)
 
@@ -346,7 +353,8 @@ def test_the_checkpoint_and_the_file_hold_the_posterior(world: Any) -> None:
 def test_rank_zero_draws_the_pictures_once(world: Any) -> None:
     _, _, folder = world
     names = sorted(path.name.rsplit("_", 1)[0] for path in (folder / "figures").iterdir())
-    assert names == ["test_reliability_grid", "test_reliability_map"]
+    ood = ["test_ood_entropy_grid_1", "test_ood_entropy_map_1", "test_ood_novelty_grid_1"]
+    assert names == [*ood, "test_reliability_grid", "test_reliability_map"]
 
 
 def test_data_that_cannot_be_indexed_count_as_often_as_processes_read_them(world: Any) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 from helpers.options import predictive_of
+from helpers.tensors import seeded
 from torch import Tensor, nn
 
 from lightning_bayes import (
@@ -87,10 +89,6 @@ def laplace(
     option = LowRank(rank=6) if structure == "lowrank" else structure
     options = {"prior_precision": 2.0, **options}
     return fit_laplace(network(task, seed).to(device), batches(task), LIKELIHOODS[task], structure=option, **options)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator("cpu").manual_seed(seed)
 
 
 def values(prediction: Prediction) -> dict[str, Tensor]:
@@ -353,3 +351,21 @@ CASES: dict[str, Case] = {
     "measure by products": partial(measured, prior="gaussian", exact_up_to=0),
     **{f"metric {m}": partial(scored, name=m) for m in METRICS},
 }
+
+
+def assert_same(actual: Any, wanted: Any, **tolerance: float) -> None:
+    if isinstance(wanted, dict):
+        assert actual.keys() == wanted.keys()
+        actual, wanted = list(actual.values()), list(wanted.values())
+    if isinstance(wanted, (list, tuple)):
+        assert len(actual) == len(wanted)
+        for one, two in zip(actual, wanted, strict=True):
+            assert_same(one, two, **tolerance)
+    elif isinstance(wanted, Tensor) and wanted.is_floating_point():
+        torch.testing.assert_close(actual.cpu().to(wanted), wanted, equal_nan=True, **tolerance)
+    elif isinstance(wanted, Tensor):
+        assert torch.equal(actual.cpu(), wanted)
+    elif isinstance(wanted, float):
+        assert actual == pytest.approx(wanted, rel=tolerance["rtol"], abs=tolerance["atol"])
+    else:
+        assert actual == wanted

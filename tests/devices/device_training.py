@@ -2,17 +2,13 @@
 
 from typing import Any
 
-import lightning as L
 import torch
-import torch.nn.functional as F
 from device_cases import LIKELIHOODS, batches, network
+from helpers.training import LitNet
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from second_device import NAME
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-
-from lightning_bayes import Gaussian
 
 N = 24
 
@@ -55,33 +51,12 @@ def on_device(device: torch.device) -> dict[str, Any]:
     return {"strategy": SingleDeviceStrategy(device, accelerator=SecondAccelerator()), "accelerator": "auto"}
 
 
-class Lit(L.LightningModule):
-    def __init__(self, task: str, **rest: Any) -> None:
-        super().__init__(**rest)
-        self.task = task
+class Lit(LitNet):
+    decay = 0.0
+
+    def __init__(self, task: str) -> None:
+        super().__init__(task)
         self.net = network(task)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.nll(*batch)
-
-    def nll(self, x: Tensor, y: Tensor) -> Tensor:
-        if self.task == "classification":
-            return F.cross_entropy(self(x), y)
-        likelihood = LIKELIHOODS[self.task]
-        assert isinstance(likelihood, Gaussian)
-        return -torch.distributions.Normal(self(x), likelihood.noise_std).log_prob(y).sum(1).mean()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.nll(*batch))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.nll(*batch))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 0.02, betas=(0.8, 0.9), weight_decay=0.0)
 
 
 def variational(kind: Any, task: str, **options: Any) -> Any:

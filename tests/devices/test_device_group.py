@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from device_cases import CPU, LIKELIHOODS, STRUCTURES, X, batches, described, network
+from device_cases import CPU, LIKELIHOODS, STRUCTURES, X, assert_same, batches, described, network
 from device_group import BACKEND, register
 from device_training import Lit, SecondAccelerator, loader, on_device
 from helpers.processes import Peer, results, started, together
+from helpers.tensors import seeded
 from helpers.training import trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from second_device import load
-from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_bayes import (
     L2MCallback,
@@ -29,30 +28,30 @@ from lightning_bayes import (
 from lightning_bayes.network import Processes
 
 
-def run(device: torch.device, processes: Processes) -> dict[str, Any]:
+def run(device: torch.device, peer: Peer, processes: Processes) -> dict[str, Any]:
     answers = {}
     for task in ("classification", "regression"):
         x, y = (torch.cat(parts) for parts in zip(*batches(task), strict=True))
         own = slice(processes.rank, None, processes.size)
         data = list(zip(x[own].split(3), y[own].split(3), strict=True))
-        rows: dict[str, dict[str, Any]] = {
-            **{structure: {"structure": structure} for structure in STRUCTURES},
-            "labels that are drawn": {"curvature": "fisher_mc"},
-            "points": {"gp": 5},
-            "subnetwork": {"subset": Subnetwork(7)},
-        }
-        for name, options in rows.items():
-            options = {"prior_precision": 2.0, "processes": processes, **options}
-            posterior = fit_laplace(network(task).to(device), data, LIKELIHOODS[task], **options)
+        for name, options in FITS.items():
+            shared: Any = {"prior_precision": 2.0, "processes": processes}
+            posterior = fit_laplace(network(task).to(device), data, LIKELIHOODS[task], **shared, **options)
             answers[f"{name} {task}"] = {**described(posterior), "evidence": posterior.log_marginal_likelihood()}
             if "points" in name:
-                prediction = posterior.predict(X.to(device), "gp", generator=torch.Generator().manual_seed(0))
+                prediction = posterior.predict(X.to(device), "gp", generator=seeded())
                 answers[f"{name} {task}"]["variance"] = prediction.epistemic
     for method, make in METHODS.items():
-        answers[method] = trained(make, device, processes.size)
+        answers[method] = trained(make, device, peer)
     return {name: {k: v.cpu() for k, v in values.items()} for name, values in answers.items()}
 
 
+FITS: dict[str, dict[str, Any]] = {
+    **{structure: {"structure": structure} for structure in STRUCTURES},
+    "labels that are drawn": {"curvature": "fisher_mc"},
+    "points": {"gp": 5},
+    "subnetwork": {"subset": Subnetwork(7)},
+}
 METHODS: dict[str, Any] = {
     "laplace": lambda: LaplaceCallback(progress=False),
     "marglik": lambda: LaplaceCallback(structure="lowrank", tune="marglik", progress=False),
@@ -75,18 +74,19 @@ class Still(Lit):
         return torch.optim.Adam(self.parameters(), 0.0)
 
 
-def trained(make: Any, device: torch.device, world: int) -> dict[str, Any]:
+def trained(make: Any, device: torch.device, peer: Peer) -> dict[str, Any]:
     """After a Trainer's fit and test, on as many processes as there are; all batches together are the same."""
     torch.manual_seed(0)
     callback, module = make(), Still("classification")
-    where = on_device(device)
+    where, world = on_device(device), peer.size
     if world > 1 and device.type == "cpu":
         where = {"strategy": "ddp", "devices": world, "accelerator": "cpu"}
     elif world > 1:
         group = {"process_group_backend": BACKEND, "cluster_environment": LightningEnvironment()}
         strategy = Distributed(SecondAccelerator(), parallel_devices=[device] * world, **group)
         where = {"strategy": strategy, "devices": world, "accelerator": "auto"}
-    data = [shared(loader("classification", seed).dataset, world) for seed in (1, 3, 5)]
+    # Lightning's own sampler would shuffle the training data of several processes.
+    data = [peer.in_order(loader("classification", seed).dataset, 12) for seed in (1, 3, 5)]
     with TemporaryDirectory() as folder:
         fit = trainer(Path(folder), callback, max_epochs=1, use_distributed_sampler=False, **where)
         fit.fit(module, data[0], data[1])
@@ -101,26 +101,13 @@ def run_in_group(peer: Peer, name: str) -> dict[str, Any]:
     register()
     device = torch.device(name)
     with peer.group("gloo" if device.type == "cpu" else BACKEND) as processes:
-        return run(device, processes)
-
-
-def shared(data: Any, world: int) -> DataLoader[Any]:
-    """Process r has examples r, r + W, …: Lightning's own sampler would shuffle the training data of several."""
-    rank = dist.get_rank() if world > 1 else 0
-    return DataLoader(data, 12 // world, sampler=DistributedSampler(data, world, rank, shuffle=False))
-
-
-def assert_same(answers: dict[str, Any], expected: dict[str, Any], **tolerance: float) -> None:
-    assert answers.keys() == expected.keys()
-    for name, values in expected.items():
-        for key, value in values.items():
-            torch.testing.assert_close(answers[name][key], value, **tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        return run(device, peer, processes)
 
 
 @pytest.mark.filterwarnings("ignore:.*the posterior does not improve the predictions")
 def test_two_processes_find_what_one_finds(second: torch.device, tmp_path: Path) -> None:
     with started(run_in_group, tmp_path, 2, str(second)) as processes:
-        expected = run(CPU, Processes())
+        expected = run(CPU, Peer(tmp_path), Processes())
         for answers in results(tmp_path, processes):
             assert_same(answers, expected, rtol=1e-3, atol=1e-4)
 

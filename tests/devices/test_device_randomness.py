@@ -29,8 +29,8 @@ from lightning_bayes import (
 class Dropped(Lit):
     """With dropout, and the sum of the losses; no hook sees the outputs."""
 
-    def __init__(self, task: str = "classification", **rest: Any) -> None:
-        super().__init__(task, **rest)
+    def __init__(self, task: str = "classification") -> None:
+        super().__init__(task)
         with torch.device("cpu"):
             layers = nn.Linear(FEATURES, 6), nn.Softplus(), nn.Dropout(0.5), nn.Linear(6, OUTPUTS)
             self.net = filled(nn.Sequential(*layers))

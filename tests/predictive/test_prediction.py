@@ -460,7 +460,7 @@ def test_unknown_mutual_information_stays_unknown() -> None:
 def test_arrays_have_all_numbers_by_name(tmp_path: Any) -> None:
     common = {"epistemic", "aleatoric", "entropy", "mutual_information", "novelty"}
     classes, real = posterior("classes").predict(X), posterior("real").predict(X)
-    assert classes.numpy().keys() == common | {"probs", "label", "confidence"}
+    assert classes.numpy().keys() == common | {"probs", "label", "confidence", "energy"}
     assert real.numpy().keys() == common | {"mean", "variance", "std"}
     np.savez(tmp_path / "prediction.npz", **classes.numpy())
     np.testing.assert_array_equal(np.load(tmp_path / "prediction.npz")["label"], classes.label.numpy())

@@ -3,15 +3,12 @@
 from typing import Any
 
 import torch
+from helpers.tensors import seeded
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 CLASSES, TOKENS, WORDS = 3, 7, 23  # classes, length of a text, size of a vocabulary
 BATCH = 2
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def labels(n: int, seed: int, classes: int = CLASSES) -> Tensor:

@@ -15,15 +15,43 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.training import trainer
 from helpers.untouched import untouched
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_bayes import GaussianPosterior, LaplaceCallback, Prediction
 from lightning_bayes.curvature import blocks as input_sum
 from lightning_bayes.trainer.module import split_batch
 
 TRAINED, HELD_OUT = 8, 6
+
+
+class Ordinary(L.LightningModule):
+    """The steps that most modules have in common."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.training_step(batch, batch_idx), batch_size=1)
+
+    validation_step = test_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+class Classifier(Ordinary):
+    """A network of another library, which maps images to logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Any:
+        return self.model(x)
 
 
 @dataclass(frozen=True)

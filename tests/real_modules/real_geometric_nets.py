@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
-from real_data import BATCH, CLASSES, labels, seeded
-from real_frame import HELD_OUT, Real
+from helpers.tensors import seeded
+from real_data import BATCH, CLASSES, labels
+from real_frame import HELD_OUT, Ordinary, Real
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
@@ -15,7 +15,7 @@ from torch_geometric.nn import GCNConv, GINConv, global_add_pool, global_mean_po
 FEATURES, NODES = 4, 12
 
 
-class GraphClassifier(L.LightningModule):
+class GraphClassifier(Ordinary):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = GCNConv(FEATURES, 6), GCNConv(6, 6)
@@ -28,16 +28,8 @@ class GraphClassifier(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.cross_entropy(self(batch), batch.y)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.training_step(batch, batch_idx), batch_size=batch.num_graphs)
 
-    validation_step = test_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), 1e-2)
-
-
-class GraphIsomorphism(L.LightningModule):
+class GraphIsomorphism(Ordinary):
     """With the parts of the data as arguments."""
 
     def __init__(self) -> None:
@@ -51,16 +43,8 @@ class GraphIsomorphism(L.LightningModule):
     def training_step(self, data: Any, batch_idx: int) -> Tensor:
         return F.cross_entropy(self(data.x, data.edge_index, data.batch), data.y)
 
-    def test_step(self, data: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.training_step(data, batch_idx), batch_size=data.num_graphs)
 
-    validation_step = test_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), 1e-2)
-
-
-class NodeClassifier(L.LightningModule):
+class NodeClassifier(Ordinary):
     """One graph, whose nodes have labels for training, validation or test."""
 
     def __init__(self) -> None:
@@ -78,9 +62,6 @@ class NodeClassifier(L.LightningModule):
         self.log("test_loss", loss, batch_size=1)
 
     validation_step = test_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), 1e-2)
 
 
 def graph(seed: int, nodes: int) -> Data:

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
+from helpers.tensors import seeded
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.demos.lstm import LightningLSTM
 from lightning.pytorch.demos.transformer import LightningTransformer
-from real_data import BATCH, CLASSES, TOKENS, WORDS, labels, seeded, texts
-from real_frame import HELD_OUT, Real
+from real_data import BATCH, CLASSES, TOKENS, WORDS, labels, texts
+from real_frame import HELD_OUT, Ordinary, Real
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bayes import Network
 
 
-class Recurrent(L.LightningModule):
+class Recurrent(Ordinary):
     def __init__(self, kind: Any, **words: Any) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, 6, padding_idx=0)
@@ -27,40 +27,18 @@ class Recurrent(L.LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.rnn(self.embedding(x))[0][:, -1])
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.training_step(batch, batch_idx))
-
-    validation_step = test_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), 1e-2)
-
 
 def classified_texts(n: int, seed: int) -> Any:
     return DataLoader(TensorDataset(texts(n, seed), labels(n, seed)), BATCH)
 
 
-class PackedRecurrent(L.LightningModule):
+class PackedRecurrent(Ordinary):
     def __init__(self) -> None:
         super().__init__()
         self.rnn, self.head = nn.GRU(4, 5), nn.Linear(5, CLASSES)
 
     def forward(self, sequences: Any) -> Tensor:
         return self.head(self.rnn(sequences)[1][-1])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.training_step(batch, batch_idx), batch_size=len(batch[1]))
-
-    validation_step = test_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), 1e-2)
 
 
 def packed(examples: list[Any]) -> Any:
@@ -73,7 +51,7 @@ def ragged(n: int, seed: int) -> list[Any]:
     return list(zip(sequences, labels(n, seed), strict=True))
 
 
-class BagOfWords(L.LightningModule):
+class BagOfWords(Ordinary):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.EmbeddingBag(WORDS, 6), nn.Linear(6, CLASSES)
@@ -84,14 +62,6 @@ class BagOfWords(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (text, offsets), y = batch
         return F.cross_entropy(self(text, offsets), y)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.training_step(batch, batch_idx), batch_size=len(batch[1]))
-
-    validation_step = test_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), 1e-2)
 
 
 def bags(examples: list[Any]) -> Any:
@@ -105,7 +75,7 @@ def documents(n: int, seed: int) -> Any:
     return DataLoader(list(zip(texts_of, labels(n, seed), strict=True)), BATCH, collate_fn=bags)  # type: ignore[arg-type]
 
 
-class AutoEncoder(L.LightningModule):
+class AutoEncoder(Ordinary):
     """As on the first page of Lightning's documentation."""
 
     def __init__(self) -> None:
@@ -119,14 +89,6 @@ class AutoEncoder(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = batch.view(batch.size(0), -1)
         return F.mse_loss(self(x), x)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.training_step(batch, batch_idx))
-
-    validation_step = test_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), 1e-3)
 
 
 def pixels(n: int, seed: int) -> Any:

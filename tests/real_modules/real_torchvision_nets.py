@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
-from real_data import BATCH, CLASSES, images, seeded
-from real_frame import HELD_OUT, Real
+from helpers.tensors import seeded
+from real_data import BATCH, CLASSES, images
+from real_frame import HELD_OUT, Classifier, Real
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import models
@@ -16,46 +16,10 @@ from lightning_bayes import GLM, Network
 SIDE = 16
 
 
-class Classifier(L.LightningModule):
-    def __init__(self, name: str, **words: Any) -> None:
-        super().__init__()
-        self.model = models.get_model(name, weights=None, num_classes=CLASSES, **words)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(self(x), y)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.training_step(batch, batch_idx))
-
-    validation_step = test_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 1e-3)
-
-
-class Segmentation(L.LightningModule):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.model = models.get_model(name, weights=None, weights_backbone=None, num_classes=CLASSES)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.model(x)
-
+class Segmentation(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         return F.cross_entropy(self(x)["out"], y)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.training_step(batch, batch_idx))
-
-    validation_step = test_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 1e-3)
 
 
 def masks(n: int, seed: int) -> Any:
@@ -63,15 +27,29 @@ def masks(n: int, seed: int) -> Any:
     return DataLoader(TensorDataset(x, torch.randint(CLASSES, (n, SIDE, SIDE), generator=seeded(seed))), BATCH)
 
 
-LAST: dict[str, Any] = {"subset": "last_layer"}
-# Many outputs: samples of the linearised network, few of which are enough here.
-FEW: dict[str, Any] = {"curvature": "fisher_mc", "predictive": GLM(samples=3), "tune": None, "calibrate": None}
-DENSE: dict[str, Any] = {**LAST, **FEW, "network": Network(output="out")}
-OF_IMAGE, OF_PIXELS = (HELD_OUT, CLASSES), (HELD_OUT, CLASSES, SIDE, SIDE)
+def classifier(name: str, in_default: bool = False) -> Real:
+    def make() -> Classifier:
+        return Classifier(models.get_model(name, weights=None, num_classes=CLASSES))
+
+    return Real(make, images(), (HELD_OUT, CLASSES), {"subset": "last_layer"}, in_default)
+
+
+def segmentation(name: str) -> Real:
+    """Many outputs: samples of the linearised network, few of which are enough here."""
+
+    def make() -> Segmentation:
+        return Segmentation(models.get_model(name, weights=None, weights_backbone=None, num_classes=CLASSES))
+
+    words = {"subset": "last_layer", "network": Network(output="out"), "curvature": "fisher_mc", "tune": None}
+    return Real(
+        make, masks, (HELD_OUT, CLASSES, SIDE, SIDE), {**words, "predictive": GLM(samples=3), "calibrate": None}
+    )
+
+
 CASES = {
-    "resnet18": Real(lambda: Classifier("resnet18"), images(), OF_IMAGE, LAST, in_default=True),
-    "mobilenet_v3_small": Real(lambda: Classifier("mobilenet_v3_small"), images(), OF_IMAGE, LAST),
-    "lraspp_mobilenet_v3_large": Real(lambda: Segmentation("lraspp_mobilenet_v3_large"), masks, OF_PIXELS, DENSE),
-    "fcn_resnet50": Real(lambda: Segmentation("fcn_resnet50"), masks, OF_PIXELS, DENSE),
-    "deeplabv3_mobilenet_v3_large": Real(lambda: Segmentation("deeplabv3_mobilenet_v3_large"), masks, OF_PIXELS, DENSE),
+    "resnet18": classifier("resnet18", in_default=True),
+    "mobilenet_v3_small": classifier("mobilenet_v3_small"),
+    "lraspp_mobilenet_v3_large": segmentation("lraspp_mobilenet_v3_large"),
+    "fcn_resnet50": segmentation("fcn_resnet50"),
+    "deeplabv3_mobilenet_v3_large": segmentation("deeplabv3_mobilenet_v3_large"),
 }

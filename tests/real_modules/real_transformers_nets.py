@@ -6,15 +6,16 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from real_data import BATCH, CLASSES, TOKENS, WORDS, labels, seeded, texts
-from real_frame import HELD_OUT, Real
+from helpers.tensors import seeded
+from real_data import BATCH, CLASSES, TOKENS, WORDS, labels, texts
+from real_frame import HELD_OUT, Ordinary, Real
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_bayes import GLM
 
 
-class HuggingFaceModule(L.LightningModule):
+class HuggingFaceModule(Ordinary):
     """The form of Lightning's own tutorial on transformers: the model computes its loss."""
 
     def __init__(self, kind: Any, config: Any) -> None:
@@ -27,16 +28,8 @@ class HuggingFaceModule(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self(**batch).loss
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self(**batch).loss)
 
-    validation_step = test_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 1e-3)
-
-
-class T5Classifier(L.LightningModule):
+class T5Classifier(Ordinary):
     """The encoder alone, with a head of the author's own."""
 
     def __init__(self) -> None:
@@ -49,14 +42,6 @@ class T5Classifier(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.cross_entropy(self(batch["input_ids"], batch["attention_mask"]), batch["labels"])
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.training_step(batch, batch_idx))
-
-    validation_step = test_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 1e-3)
 
 
 WIDTH = 8
@@ -125,29 +110,20 @@ def pictures(n: int, seed: int) -> Any:
 OF_TEXT, OF_TOKENS, OF_WORDS = (HELD_OUT, CLASSES), (HELD_OUT, CLASSES, TOKENS), (HELD_OUT, WORDS, TOKENS)
 
 
-def of_texts(name: str, in_default: bool = False) -> Real:
-    kind = hf.AutoModelForSequenceClassification
-    return Real(lambda: HuggingFaceModule(kind, CONFIGS[name]), classified, OF_TEXT, in_default=in_default)
+def case(kind: Any, name: str, data: Any, shape: tuple[int, ...], in_default: bool = False, **words: Any) -> Real:
+    return Real(lambda: HuggingFaceModule(kind, CONFIGS[name]), data, shape, words, in_default)
+
+
+def of_texts(name: str) -> Real:
+    return case(hf.AutoModelForSequenceClassification, name, classified, OF_TEXT)
 
 
 def of_tokens(name: str, in_default: bool = False) -> Real:
-    kind = hf.AutoModelForTokenClassification
-    return Real(lambda: HuggingFaceModule(kind, CONFIGS[name]), tagged, OF_TOKENS, in_default=in_default)
+    return case(hf.AutoModelForTokenClassification, name, tagged, OF_TOKENS, in_default)
 
 
-def masked_language_model(name: str) -> Real:
-    kind, words = hf.AutoModelForMaskedLM, {"predictive": GLM(samples=5)}
-    return Real(lambda: HuggingFaceModule(kind, CONFIGS[name]), written, OF_WORDS, words)
-
-
-def several_labels(name: str) -> Real:
-    kind, words = hf.AutoModelForSequenceClassification, {"likelihood": "binary"}
-    return Real(lambda: HuggingFaceModule(kind, CONFIGS[name]), marked, OF_TEXT, words)
-
-
-def language_model(name: str, in_default: bool = False) -> Real:
-    kind, words = hf.AutoModelForCausalLM, {"predictive": GLM(samples=5)}
-    return Real(lambda: HuggingFaceModule(kind, CONFIGS[name]), written, OF_WORDS, words, in_default)
+def language_model(name: str, kind: Any = hf.AutoModelForCausalLM) -> Real:
+    return case(kind, name, written, OF_WORDS, predictive=GLM(samples=5))
 
 
 def adapted() -> L.LightningModule:
@@ -167,10 +143,12 @@ CASES = {
     "GPT-2": of_texts("gpt2"),
     "Llama": of_texts("llama"),
     "T5 encoder": Real(T5Classifier, classified, OF_TEXT),
-    "ViT": Real(lambda: HuggingFaceModule(hf.AutoModelForImageClassification, CONFIGS["vit"]), pictures, OF_TEXT),
+    "ViT": case(hf.AutoModelForImageClassification, "vit", pictures, OF_TEXT),
     "BERT, tokens": of_tokens("bert", in_default=True),
-    "BERT, several labels": several_labels("bert, several labels"),
-    "BERT, masked words": masked_language_model("bert"),
+    "BERT, several labels": case(
+        hf.AutoModelForSequenceClassification, "bert, several labels", marked, OF_TEXT, likelihood="binary"
+    ),
+    "BERT, masked words": language_model("bert", hf.AutoModelForMaskedLM),
     "T5 encoder, tokens": of_tokens("t5"),
     "DistilBERT, tokens": of_tokens("distilbert"),
     "GPT-2, language model": language_model("gpt2"),

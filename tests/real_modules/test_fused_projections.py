@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tensors import TIGHT
 from torch import Tensor, nn
 
 from lightning_bayes import fit_laplace
 from lightning_bayes.structures import BlockDiagonal, Kronecker
 
-TIGHT = {"rtol": 1e-8, "atol": 1e-10}
 REASON = "real models are the extra `real`"
 
 

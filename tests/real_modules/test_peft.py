@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.tensors import TIGHT, seeded
 from helpers.training import trainer
+from real_frame import Ordinary
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -28,7 +29,6 @@ peft = pytest.importorskip("peft", reason="LoRA adapters are the extra `real`")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
-TIGHT = {"rtol": 1e-8, "atol": 1e-10}
 ROUNDED = {"rtol": 1e-3, "atol": 1e-6}  # Llama's norms compute in float32, whatever the weights are
 CLASSES, TOKENS, VOCABULARY = 3, 5, 12
 
@@ -77,7 +77,7 @@ def moved(model: Any) -> Any:
 
 def texts(n: int = 6) -> list[dict[str, Tensor]]:
     """Of different lengths, padded."""
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     ids = torch.randint(1, VOCABULARY, (n, TOKENS), generator=generator)
     mask = (torch.arange(TOKENS) < torch.randint(2, TOKENS + 1, (n, 1), generator=generator)).long()
     return [{"input_ids": i * m, "attention_mask": m, "labels": i[0] % CLASSES} for i, m in zip(ids, mask, strict=True)]
@@ -91,7 +91,7 @@ def inputs_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in batch.items() if key != "labels"}
 
 
-class Tuned(L.LightningModule):
+class Tuned(Ordinary):
     """An ordinary module around a model with an adapter."""
 
     def __init__(self, model: Any) -> None:
@@ -104,12 +104,6 @@ class Tuned(L.LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self(**batch).loss
 
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("test_loss", self(**batch).loss)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], 0.05)
-
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_from_training_to_a_posterior_beside_the_adapter(
@@ -119,7 +113,7 @@ def test_from_training_to_a_posterior_beside_the_adapter(
     frozen = {name: p.clone() for name, p in module.named_parameters() if not p.requires_grad}
     laplace = LaplaceCallback(network="model", tune=None, progress=False)
     runner = trainer(tmp_path, laplace, max_epochs=3)
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         runner.fit(module, loader)
     lines = [message for message in caplog.messages if message.startswith("curvature blocks")]
     named = set(re.findall(r"[\w.]+\.(?:weight|bias)", lines[-1]))

@@ -4,7 +4,6 @@
 configurations.
 """
 
-import ast
 import importlib
 import warnings
 from dataclasses import replace
@@ -81,20 +80,3 @@ def test_a_leak_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     case = replace(real_plain.CASES["LSTM"], module=lambda: Leaking(nn.LSTM))
     with pytest.raises(AssertionError):
         Journey(case, tmp_path).check_memory(monkeypatch)
-
-
-@pytest.mark.parametrize("path", sorted(Path(__file__).parent.glob("real_*.py")), ids=lambda path: path.stem)
-def test_a_module_is_defined_within_fifteen_lines(path: Path) -> None:
-    """Of code: from any Trainer's point of view, not ours."""
-    source = path.read_text(encoding="utf-8")
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef) and any(isinstance(part, ast.FunctionDef) for part in node.body):
-            lines = [line for line in ast.unparse(_without_docstring(node)).splitlines() if line.strip()]
-            steps = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
-            assert len(lines) <= 15 or "training_step" not in steps, node.name
-
-
-def _without_docstring(node: ast.ClassDef) -> ast.ClassDef:
-    if ast.get_docstring(node) is not None:
-        node.body = node.body[1:]
-    return node

@@ -99,8 +99,7 @@ def call(name: str, *arguments: str) -> str:
     if name == "lora":
         pytest.importorskip("transformers", reason="Hugging Face models are the extra `real`")
         pytest.importorskip("peft", reason="LoRA adapters are the extra `real`")
-    logger, modules = logging.getLogger("lightning.pytorch"), set(sys.modules)
-    level, printed = logger.level, io.StringIO()
+    modules, printed = set(sys.modules), io.StringIO()
     with (
         tempfile.TemporaryDirectory() as empty,
         pytest.MonkeyPatch.context() as patch,
@@ -117,7 +116,7 @@ def call(name: str, *arguments: str) -> str:
             if end.code:
                 raise
         finally:
-            logger.setLevel(level)
+            logging.disable(logging.NOTSET)
             for module in set(sys.modules) - modules:
                 if str(getattr(sys.modules[module], "__file__", "")).startswith(str(RECIPES)):
                     del sys.modules[module]
@@ -229,6 +228,10 @@ def test_rejection(fast: Callable[[str], FastRun]) -> None:
         assert row["answered"] > 0.5
         assert max(row["8 and 9 answered"], row["letters answered"]) < 0.7 * row["answered"]
     assert table["Laplace, evidence"]["letters answered"] < table["MAP"]["letters answered"]
+    screens = {row.pop("method"): row for row in read_rows(fast("rejection").folder / "screens.csv")}
+    assert list(screens) == ["MAP, confidence", "Laplace, confidence", "Laplace, novelty_p"]
+    assert min(row["known digits kept"] for row in screens.values()) > 0.93
+    assert screens["Laplace, novelty_p"]["letters kept"] < 0.7 * screens["MAP, confidence"]["letters kept"]
 
 
 def test_bayesian_optimisation(fast: Callable[[str], FastRun]) -> None:

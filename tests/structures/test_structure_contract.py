@@ -8,6 +8,7 @@ import torch
 from structure_cases import F64, STRUCTURES, layer_prior, like, positive, random, spd
 from torch import Tensor
 
+from lightning_bayes.network import float64
 from lightning_bayes.structures import (
     EKFAC,
     BlockDiagonal,
@@ -20,7 +21,6 @@ from lightning_bayes.structures import (
     LowRank,
     RowSpace,
     Structure,
-    eigendecomposition,
     output_covariance,
 )
 
@@ -468,8 +468,8 @@ def test_wide_factors_are_decomposed_in_float64_where_float32_would_lose_somethi
     """Of inputs of very different sizes; of inputs with a large mean unless that would take very long."""
     used, original = [], torch.linalg.eigh
     monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: used.append(matrix.dtype) or original(matrix))
-    monkeypatch.setattr(eigendecomposition, "WIDE", 10)
-    monkeypatch.setattr(eigendecomposition, "VERY_WIDE", wider)
+    monkeypatch.setattr(float64, "WIDE", 10)
+    monkeypatch.setattr(float64, "VERY_WIDE", wider)
     A = torch.nn.functional.pad((graded(20, scale) + mean).float(), (0, 1, 0, 1))  # and a dead unit
     values = Factor.from_matrix(A).values
     assert used == [dtype]

@@ -55,11 +55,10 @@ def call(recipe: str, data: Path, output: Path, *options: str) -> str:
         patch.setattr(sys, "argv", arguments)
         for name, value in {**OFFLINE, "PL_GLOBAL_SEED": "0"}.items():
             patch.setenv(name, value)
-        level = logging.getLogger("lightning.pytorch").level
         try:
             parts(recipe).main()
         finally:
-            logging.getLogger("lightning.pytorch").setLevel(level)
+            logging.disable(logging.NOTSET)
     return printed.getvalue()
 
 
