@@ -172,7 +172,7 @@ class Refined:
 def maximise(
     model: WhitenedModel, points: Tensor, diagonal: bool, tolerance: float, rounds: int = 100, progress: bool = False
 ) -> Refined:
-    """From the Laplace posterior, in rounds: the mean by Newton steps with the covariance as it is, then a step of `W`
+    """From the Laplace posterior, in rounds: Newton steps of the mean for a fixed covariance, then a step of `W`
     towards `E[Λ]`, half as long after one that lowers the bound, until a round gains less than `tolerance` nats per
     example, or no step gains any."""
     solvers: list[WhitenedGaussian] = []

@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_bayes.evidence.linear_model import conjugate_gradients
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.float64 import cast_like, in_float64
+from lightning_bayes.posterior.function_space import conditioned
 from lightning_bayes.posterior.jacobian_factors import Factors, KeptFactors, Rows, kernel, own_kernel, places
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import Diagonal, Layout
@@ -304,16 +305,7 @@ class FunctionSpace(WhitenedGaussian):
         return self._covariance(_blocks_times(self.root, self._train.kernel(rows)), rows)
 
     def _covariance(self, SK: Tensor, rows: WhitenedRows) -> Tensor:
-        V = torch.linalg.solve_triangular(self._L, SK, upper=False).unflatten(1, rows.f.shape)  # [N·R, E, C]
-        own = rows.own_kernel()
-        C = rows.f.shape[1]
-        for c in range(C):
-            for d in range(c + 1):
-                explained = (V[..., c] * V[..., d]).sum(0)
-                own[:, c, d] -= explained
-                if d < c:
-                    own[:, d, c] -= explained
-        return own
+        return conditioned(rows.own_kernel(), torch.linalg.solve_triangular(self._L, SK, upper=False))
 
     def solve(self, r: Tensor, mean: Mean) -> Tensor:
         b = r + per_example(mean.u, self._W)
