@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,6 +71,8 @@ class Evidence:
         self._posterior = posterior if self._basis is not None else posterior.in_float64()
         if self._basis is not None and self._basis.vectors is not None:
             self._vectors = self._basis.vectors
+        elif self._basis is not None:  # a determinant needs no more
+            self._basis = self._basis.without_zeros()
 
     def __call__(self, δ: Tensor, ρ: Tensor | None = None) -> Tensor:
         """The evidence for the prior precision `δ` and the noise `ρσ`."""
@@ -79,9 +82,16 @@ class Evidence:
         θ, *g = self._vectors
         solve, H, Λ, logdets = self._matrices(δ, ρ)
         if not self._at_optimum:
-            return -loss - 0.5 * (logdets + (θ * posterior.prior_matrix(δ).matmul(θ)).sum())
+            penalty = (θ * posterior.prior_matrix(δ).matmul(θ)).sum() if δ.ndim else δ * self._unit_penalty
+            return -loss - 0.5 * (logdets + penalty)
         least = posterior.least_loss(ρ) / T
         return _at_optimum(solve, H, Λ, θ, g[0] / (T * ρ**2), loss, least) - 0.5 * logdets
+
+    @cached_property
+    def _unit_penalty(self) -> Tensor:
+        """`θᵀΛθ` for `δ = 1`; it is linear in one `δ`."""
+        θ = self._vectors[0]
+        return (θ * self._posterior.prior_matrix(θ.new_ones(())).matmul(θ)).sum()
 
     def _matrices(self, δ: Tensor, ρ: Tensor) -> tuple[Product, Product, Product, Tensor]:
         """`(H + Λ)⁻¹`, `H` and `Λ` as functions of a vector, and `log det(H + Λ) − log det Λ`."""

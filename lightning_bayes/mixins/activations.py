@@ -70,7 +70,7 @@ def replace_activations(module: nn.Module, replacement: Callable[[], nn.Module] 
 
     def instead_of(old: nn.Module) -> nn.Module:
         if old not in made:
-            made[old] = _made(replacement).train(old.training)
+            made[old] = _new_module(replacement).train(old.training)
         return made[old]
 
     if _has_kink(module):
@@ -92,13 +92,13 @@ def warn_piecewise_linear(module: nn.Module, example: Any = None) -> dict[str, s
     instance("module", module, nn.Module, "an nn.Module")
     kinks = {name or "the module itself": kind for name, m in module.named_modules() if (kind := _kink(m))}
     if example is not None:
-        kinks = {**_called(module, example), **kinks}
+        kinks = {**_kinks_in_forward(module, example), **kinks}
     if kinks:
         warn(_message(kinks))
     return kinks
 
 
-def _made(replacement: Callable[[], nn.Module]) -> nn.Module:
+def _new_module(replacement: Callable[[], nn.Module]) -> nn.Module:
     try:
         new: Any = None if isinstance(replacement, nn.Module) else replacement()
     except TypeError:  # a function of x, or not callable
@@ -149,7 +149,7 @@ class _KinkRecorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _called(module: nn.Module, example: Any) -> dict[str, str]:
+def _kinks_in_forward(module: nn.Module, example: Any) -> dict[str, str]:
     inputs.batch_size(example)  # raises if it holds no tensor
     recorder = _KinkRecorder()
 

@@ -99,6 +99,7 @@ class Calibration:
     output_temperature: float = 1.0
     probs_temperature: float = 1.0
     variance_factor: float = 1.0
+    df: float = math.inf  # degrees of freedom of a regression's Student-t
 
 
 def _laplace_only(what: str) -> Callable[..., Any]:

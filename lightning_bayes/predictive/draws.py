@@ -106,7 +106,7 @@ def draw_move(posterior: GaussianPosterior, generator: torch.Generator | None) -
 
 
 def _new_move(posterior: GaussianPosterior, generator: torch.Generator | None) -> Tensor:
-    move = posterior.sample(1, generator)[0] - posterior.mean
+    move = posterior.precision.sample(1, generator)[0]
     return move if posterior.shift is None else move + posterior.shift
 
 

@@ -147,6 +147,12 @@ class Eigenbasis:
     groups: Tensor | None  # the parameter group of each column [n]
     vectors: Tensor | None = None  # Eᵀv for each row [k, n]
 
+    def without_zeros(self) -> Eigenbasis:
+        """The columns whose values are not zero, without vectors."""
+        kept = self.values != 0
+        counts = self.counts[kept] if self.counts.ndim else self.counts
+        return Eigenbasis(self.values[kept], counts, None if self.groups is None else self.groups[kept])
+
 
 class Structure(ABC):
     """A symmetric positive semi-definite matrix `M` over `P` parameters."""
@@ -255,9 +261,13 @@ class Structure(ABC):
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """`n` draws from `N(0, M⁻¹)`.  # [n, P]"""
+        return self.root_solve(self._noise(n, generator))
+
+    def _noise(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """# [n, P]"""
         device = self.device if generator is None else generator.device
         noise = torch.randn(n, self.size, generator=generator, device=device, dtype=self.dtype)
-        return self.root_solve(noise.to(self.device))
+        return noise.to(self.device)
 
     def quadratic(self, J: Tensor) -> Tensor:
         """`J M Jᵀ`.  # [..., K, P] -> [..., K, K]"""

@@ -77,6 +77,13 @@ class BlockDiagonal(Structure):
     def root_solve(self, vectors: Tensor) -> Tensor:
         return self._assemble(self._each(lambda block, at: block.root_solve(at.gather(vectors)), self.layouts))
 
+    def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        if self._is_in_graph:
+            return super().sample(n, generator)
+        noise = self._noise(n, generator)  # overwritten, because new memory would cost as much as a rotation
+        self._each(lambda block, at: at.scatter(block.root_solve(at.gather(noise)), noise), self.layouts)
+        return noise
+
     def logdet(self) -> Tensor:
         return torch.stack([block.logdet() for block in self.blocks]).sum()
 

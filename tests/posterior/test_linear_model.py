@@ -286,8 +286,6 @@ def test_refinement_keeps_the_words_of_the_fit() -> None:
         fit_laplace(network, [(x, y)], "regression", structure=Diag(method="approx")).refine([(x, y)])
 
 
-@pytest.mark.filterwarnings("ignore:outputs for targets of shape")
-@pytest.mark.filterwarnings("ignore:refinement stopped after 3 passes")
 def test_dense_outputs_are_refused() -> None:
     network = nn.Conv2d(1, 2, 3).double()
     x, y = torch.randn(5, 1, 4, 4, dtype=torch.float64), torch.randint(0, 2, (5, 2, 2))
