@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.evidence.linear_model import conjugate_gradients
+from lightning_bayes.evidence.linear_model import check_outputs, conjugate_gradients
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.float64 import cast_like, in_float64
 from lightning_bayes.posterior.function_space import conditioned
@@ -186,6 +186,7 @@ class WhitenedModel:
     def __init__(self, posterior: LaplacePosterior, batches: Sequence[tuple[Any, Tensor]]) -> None:
         self.posterior, self.train = posterior, WhitenedRows(posterior, [x for x, _ in batches])
         y = torch.cat([y for _, y in batches])
+        check_outputs([len(y), *self.train.shape])
         self.y = in_float64(y) if y.is_floating_point() else y.to(self.train.f.device)
         self._K = self.train.kernel(self.train) if self.is_narrow else None
 
