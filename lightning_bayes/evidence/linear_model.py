@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -188,11 +188,11 @@ class LinearModel:
         """The batches of the loader, which are kept if their Jacobians are small."""
         rows = posterior.curvature.n_outputs  # 0 if no pass has counted them
         is_small = 0 < rows * posterior.subset.size * posterior.mean.element_size() <= HELD
-        start, batches = 0, []
+        start, batches = 0, list[Batch]()
         for batch in self._loader:
             x, y = inputs.to_device(inputs.split_targets(posterior.network, batch), posterior.device)
             with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
-                of_batch = KeptBatch(posterior, x, y, start) if is_small else NetworkBatch(posterior, x, y, start)
+                of_batch = (KeptBatch if is_small else NetworkBatch)(posterior, x, y, start)
                 yield of_batch
             if is_small:
                 batches.append(of_batch)
@@ -320,11 +320,7 @@ def _curvature_at(posterior: LaplacePosterior, loader: Iterable[Any], root_at: F
     def fisher_root_at(x: Any, y: Tensor, examples: Tensor) -> Tensor:
         assert posterior.shift is not None
         h = linearised_outputs(posterior, x, posterior.shift)
-        if h.ndim > 2:
-            raise PosteriorError(
-                f"a curvature at the linear model's outputs is for outputs [B] and [B, C], but the network's have "
-                f"shape {list(h.shape)}: use a network with one label per example"
-            )
+        check_outputs(h.shape)
         return posterior.likelihood.fisher_root(h, y)
 
     known = posterior.curvature
@@ -358,6 +354,14 @@ def check_refit(posterior: LaplacePosterior, what: str) -> None:
         raise PosteriorError(f"{what} needs curvature='ggn' and the exact sum with the prior, without damping")
     if posterior.curvature.hessian != "exact":
         raise PosteriorError(f"{what} needs a fit with hessian='exact', not {posterior.curvature.hessian!r}")
+
+
+def check_outputs(shape: Sequence[int]) -> None:
+    if len(shape) > 2:
+        raise PosteriorError(
+            f"a curvature at the linear model's outputs is for outputs [B] and [B, C], but the network's have shape "
+            f"{list(shape)}: use a network with one label per example"
+        )
 
 
 def check_convex(posterior: LaplacePosterior, advice: str) -> None:

@@ -33,10 +33,10 @@ from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.evidence.linear_model import LinearModel, check_convex, check_refit, weights_of
 from lightning_bayes.evidence.whitened_model import (
     DiagonalSpace,
+    Draws,
     Mean,
     WhitenedGaussian,
     WhitenedModel,
-    mean_fisher,
     symmetric_root,
 )
 from lightning_bayes.network import DataError, inputs
@@ -151,8 +151,8 @@ def _variational(
     if refined.points is None:
         return refined
     h, covariance = refined.functional(refined.points.x)
-    draws = h.reshape(len(h), -1, 1) + symmetric_root(covariance) @ points.to(covariance).mT  # [M, C, S]
-    fisher = mean_fisher(posterior.likelihood, draws)
+    f = h.reshape(len(h), -1, 1) + symmetric_root(covariance) @ points.to(covariance).mT  # [M, C, S]
+    fisher = Draws(posterior.likelihood, f.reshape(*h.shape, -1), None).fisher()
     return replace(refined, points=refined.points.with_root(symmetric_root(fisher)))
 
 
@@ -172,7 +172,7 @@ class Refined:
 def maximise(
     model: WhitenedModel, points: Tensor, diagonal: bool, tolerance: float, rounds: int = 100, progress: bool = False
 ) -> Refined:
-    """From the Laplace posterior, in rounds: the mean by Newton steps with the covariance as it is, then a step of `W`
+    """From the Laplace posterior, in rounds: Newton steps of the mean for a fixed covariance, then a step of `W`
     towards `E[Λ]`, half as long after one that lowers the bound, until a round gains less than `tolerance` nats per
     example, or no step gains any."""
     solvers: list[WhitenedGaussian] = []

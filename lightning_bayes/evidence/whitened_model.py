@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.evidence.linear_model import conjugate_gradients
+from lightning_bayes.evidence.linear_model import check_outputs, conjugate_gradients
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.float64 import cast_like, in_float64
+from lightning_bayes.posterior.function_space import conditioned
 from lightning_bayes.posterior.jacobian_factors import Factors, KeptFactors, Rows, kernel, own_kernel, places
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import Diagonal, Layout
@@ -62,18 +63,25 @@ class WhitenedRows:
         self.at_start = self.push(self.start)
 
     def parts(self) -> Iterator[tuple[slice, Factors]]:
+        yield from self._scaled() if self.root.ndim == 1 else self._times_root
+
+    def _scaled(self) -> Iterator[tuple[slice, Factors]]:
         for rows, part in self._kept.parts(self._posterior):
             for layout in part.layers.keys() - self._places.keys():
                 self._places[layout] = places(layout, self._posterior.subset)
-            yield rows, part if self.root.ndim == 1 else self._times_root(part)
+            yield rows, part
 
-    def _times_root(self, part: Factors) -> Factors:
-        J = self.root.new_zeros(part.n_outputs, len(part.f), len(self.root))
-        for layout, layer in part.layers.items():
-            J[..., self._places[layout]] += layer.rows()
-        whole = Layout.vector([(0, len(self.root))])
+    @cached_property
+    def _times_root(self) -> list[tuple[slice, Factors]]:
+        """`JΛ^(−½)`, of all layers together."""
+        parts, whole = [], Layout.vector([(0, len(self.root))])
+        for rows, part in self._scaled():
+            J = self.root.new_zeros(part.n_outputs, len(part.f), len(self.root))
+            for layout, layer in part.layers.items():
+                J[..., self._places[layout]] += layer.rows()
+            parts.append((rows, Factors(part.f, {whole: Rows(J @ self.root)})))
         self._places[whole] = torch.arange(len(self.root), device="cpu")
-        return Factors(part.f, {whole: Rows(J @ self.root)})
+        return parts
 
     def push(self, w: Tensor) -> Tensor:
         """`J̃w`.  # [..., P] -> [..., N, C]"""
@@ -136,10 +144,10 @@ class WhitenedRows:
 
     def diagonal_covariance(self, variances: Tensor) -> Tensor:
         """`J̃ₙΣJ̃ₙᵀ` of a diagonal matrix.  # [P] -> [N, C, C]"""
-        parts = [
-            sum(layer.diagonal_covariance(variances[self._places[layout]]) for layout, layer in part.layers.items())
-            for _, part in self.parts()
-        ]
+        parts = []
+        for _, part in self.parts():
+            terms = [layer.diagonal_covariance(variances[self._places[at]]) for at, layer in part.layers.items()]
+            parts.append(torch.stack(terms).sum(0))
         return torch.cat(parts)
 
     @cached_property
@@ -178,6 +186,7 @@ class WhitenedModel:
     def __init__(self, posterior: LaplacePosterior, batches: Sequence[tuple[Any, Tensor]]) -> None:
         self.posterior, self.train = posterior, WhitenedRows(posterior, [x for x, _ in batches])
         y = torch.cat([y for _, y in batches])
+        check_outputs([len(y), *self.train.shape])
         self.y = in_float64(y) if y.is_floating_point() else y.to(self.train.f.device)
         self._K = self.train.kernel(self.train) if self.is_narrow else None
 
@@ -232,26 +241,59 @@ class WhitenedModel:
     def fit(self, h: Tensor, root: Tensor, points: Tensor) -> tuple[float, Tensor]:
         """`Σₙ E[log p(yₙ | fₙ)]` and `E[r]` of outputs with this mean and root, over the standard normal points
         `[S, C]`.  # [], [N, C]"""
-        likelihood, T, fit, residuals = self.posterior.likelihood, self.posterior.temperature, 0.0, []
-        for f, y in self._drawn(h, root, points):
-            fit += float(likelihood.log_likelihood_per_example(f, y).sum()) / (len(points) * T)
-            residuals.append(likelihood.residual(f, y).mean(-1) / T)
-        return fit, torch.cat(residuals)
+        draws, T = list(self._draws(h, root, points)), self.posterior.temperature
+        return sum(some.fit() for some in draws) / T, torch.cat([some.residual() for some in draws]) / T
 
     def fisher(self, h: Tensor, root: Tensor, points: Tensor) -> Tensor:
         """`E[Λ]`, likewise.  # [N, C, C]"""
-        fishers = [mean_fisher(self.posterior.likelihood, f, y) for f, y in self._drawn(h, root, points)]
-        return torch.cat(fishers) / self.posterior.temperature
+        return torch.cat([some.fisher() for some in self._draws(h, root, points)]) / self.posterior.temperature
 
-    def _drawn(self, h: Tensor, root: Tensor, points: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """A few examples at a time: their drawn outputs, as if each draw were a position, and targets.
-        # [b, C, S], [b, ..., S]"""
-        S, C = len(points), h.shape[1]
-        y = self.y if self.train.shape else self.y.unsqueeze(1)
-        for rows in torch.arange(len(h), device="cpu").split(max(1, _DRAWN // (S * C * C))):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
-            of_draws = y[part].unsqueeze(-1).expand(*y[part].shape, S)
-            yield h[part].unsqueeze(-1) + root[part] @ points.mT, of_draws
+    def _draws(self, h: Tensor, root: Tensor, points: Tensor) -> Iterator[Draws]:
+        """A few examples at a time."""
+        likelihood, shape = self.posterior.likelihood, self.train.shape
+        for part in torch.arange(len(h), device="cpu").split(max(1, _DRAWN // (len(points) * h.shape[1] ** 2))):
+            rows = slice(int(part[0]), int(part[-1]) + 1)
+            f = h[rows].unsqueeze(-1) + root[rows] @ points.mT
+            yield Draws(likelihood, f.reshape(len(f), *shape, len(points)), self.y[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """Expectations over `S` drawn outputs of each example. To the likelihood, draws are examples, or, if it takes them,
+    positions, which is faster for few outputs."""
+
+    likelihood: Likelihood
+    f: Tensor  # [b, ..., S]
+    y: Tensor | None  # [b, ...]
+
+    def fit(self) -> float:
+        """`Σₙ E[log p(yₙ | fₙ)]`."""
+        return float(self.likelihood.log_likelihood_per_example(*self._arguments).sum()) / self.f.shape[-1]
+
+    def residual(self) -> Tensor:
+        """`E[r]`.  # [b, C]"""
+        r = self.likelihood.residual(*self._arguments)
+        mean = r.mean(-1) if self._as_positions else r.unflatten(0, (-1, len(self.f))).mean(0)
+        return mean.reshape(len(self.f), -1)
+
+    def fisher(self) -> Tensor:
+        """`E[Λ]`.  # [b, C, C]"""
+        columns, (b, S) = self.likelihood.fisher_root(*self._arguments).detach(), (len(self.f), self.f.shape[-1])
+        if self._as_positions:
+            return torch.einsum("kbcs,kbds->bcd", columns, columns) / S
+        columns = columns.reshape(len(columns), S, b, -1)
+        return torch.einsum("ksbc,ksbd->bcd", columns, columns) / S
+
+    @property
+    def _as_positions(self) -> bool:
+        return self.likelihood.takes_positions and self.f.ndim == 3
+
+    @property
+    def _arguments(self) -> tuple[Any, Any]:
+        y, S = self.y, self.f.shape[-1]
+        if self._as_positions:
+            return self.f, None if y is None else y.unsqueeze(-1).expand(*y.shape, S)
+        return self.f.movedim(-1, 0).flatten(0, 1), None if y is None else y.repeat(S, *[1] * (y.ndim - 1))
 
 
 class WhitenedGaussian(ABC):
@@ -297,16 +339,7 @@ class FunctionSpace(WhitenedGaussian):
         return self._covariance(_blocks_times(self.root, self._train.kernel(rows)), rows)
 
     def _covariance(self, SK: Tensor, rows: WhitenedRows) -> Tensor:
-        V = torch.linalg.solve_triangular(self._L, SK, upper=False).unflatten(1, rows.f.shape)  # [N·R, E, C]
-        own = rows.own_kernel()
-        C = rows.f.shape[1]
-        for c in range(C):
-            for d in range(c + 1):
-                explained = (V[..., c] * V[..., d]).sum(0)
-                own[:, c, d] -= explained
-                if d < c:
-                    own[:, d, c] -= explained
-        return own
+        return conditioned(rows.own_kernel(), torch.linalg.solve_triangular(self._L, SK, upper=False))
 
     def solve(self, r: Tensor, mean: Mean) -> Tensor:
         b = r + per_example(mean.u, self._W)
@@ -383,12 +416,6 @@ def per_example(u: Tensor, M: Tensor) -> Tensor:
     if u.ndim == 2:
         return (u.unsqueeze(-2) @ M).squeeze(-2)
     return torch.bmm(u.transpose(0, 1), M).transpose(0, 1)
-
-
-def mean_fisher(likelihood: Likelihood, f: Tensor, y: Tensor | None = None) -> Tensor:
-    """`E[Λ]` over the draws of each example.  # [b, C, S] -> [b, C, C]"""
-    columns = likelihood.fisher_root(f, y).detach()  # [K, b, C, S]
-    return torch.einsum("kbcs,kbds->bcd", columns, columns) / f.shape[-1]
 
 
 def symmetric_root(M: Tensor) -> Tensor:

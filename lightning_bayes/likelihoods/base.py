@@ -182,6 +182,7 @@ class Likelihood(ABC):
     is_convex: ClassVar[bool] = True  # whether −log p(y | f) is convex in f
     has_diagonal_fisher: ClassVar[bool] = False  # if True, `fisher_diagonal` is all of Λ and the root is never built
     couples_outputs: ClassVar[bool] = False  # if True, a column of the Fisher's root spans all positions of an example
+    takes_positions: ClassVar[bool] = False  # whether outputs `[B, C, *positions]` are supported
     ignore_index: int | None = None  # the target that marks positions without a target
     noise_std: float | Tensor | None = None  # σ, if `log p` contains `½ ‖(y − f)/σ‖²`
 

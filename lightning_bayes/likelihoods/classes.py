@@ -77,6 +77,7 @@ class Categorical(Likelihood):
     ignore_index: int = -100
 
     name, word = "Categorical", "classification"
+    takes_positions = True
     predictive = ClassPredictive
     links = ("probit", "pairwise", "bridge", "mc")
     calibrated_link = "pairwise"
@@ -262,6 +263,7 @@ class Bernoulli(Likelihood):
     """
 
     name, word = "Bernoulli", "binary"
+    takes_positions = True
     predictive = LabelPredictive
     has_diagonal_fisher = True
     links = ("probit", "pairwise", "mc")

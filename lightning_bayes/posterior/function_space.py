@@ -101,20 +101,11 @@ class GaussianProcess:
         V = torch.cat([self._weighted(S, kernel(M, part, self._independent)) for S, M in self._points(posterior)], -2)
         if tuple(scales) == (1.0,):
             V = torch.linalg.solve_triangular(self._cholesky, V, upper=False)
-            return [self._difference(own, V)]
+            return [conditioned(own, V)]
         e, Q = self._spectrum
         V = Q.mT @ V
         # With c·δ the kernel is K/c: Σ* = (K** − Vᵀ(cI + E)⁻¹V)/c.
-        return [self._difference(own, V * (c + e).rsqrt().unsqueeze(-1)) / c for c in scales]
-
-    def _difference(self, own: Tensor, V: Tensor) -> Tensor:
-        """`K** − VᵀV` of each example, with negative variances (rounding) clamped to zero."""
-        if self._independent:
-            return torch.diag_embed((own - V.square().sum(-2).mT).clamp_min(0))
-        V = V.unflatten(-1, own.shape[:2]).movedim(0, -1)  # [B, C, M·R]
-        Σ = own - V @ V.mT
-        Σ.diagonal(dim1=-2, dim2=-1).clamp_(min=0)
-        return Σ
+        return [conditioned(own, V * (c + e).rsqrt().unsqueeze(-1)) / c for c in scales]
 
     def _weighted(self, S: Tensor, K: Tensor) -> Tensor:
         """`SᵀK` for some points.  # [C, m, n] -> the same, or [m, C, n, C] -> [m·R, n·C]"""
@@ -154,3 +145,14 @@ class GaussianProcess:
     def _spectrum(self) -> tuple[Tensor, Tensor]:
         e, Q = torch.linalg.eigh(self._inner)
         return e.clamp_min(0), Q
+
+
+def conditioned(own: Tensor, V: Tensor) -> Tensor:
+    """`K** − VᵀV` of each example, with negative variances (rounding) clamped to zero.
+    # [B, C, C] and [n, B·C], or of independent outputs [B, C] and [C, n, B] -> [B, C, C]"""
+    if own.ndim == 2:
+        return torch.diag_embed((own - V.square().sum(-2).mT).clamp_min(0))
+    V = V.unflatten(-1, own.shape[:2]).movedim(0, -1)  # [B, C, n]
+    Σ = own - V @ V.mT
+    Σ.diagonal(dim1=-2, dim2=-1).clamp_(min=0)
+    return Σ

@@ -184,6 +184,7 @@ def _chunk_factors(posterior: GaussianPosterior, scale: Tensor, x: Any) -> list[
     return parts
 
 
+@dataclass(frozen=True, eq=False)
 class LayerFactors(ABC):
     """The factors of one layer for some examples."""
 
@@ -209,7 +210,7 @@ class LayerFactors(ABC):
         return [ALL]
 
     def in_float64(self) -> LayerFactors:
-        return replace(self, **{field.name: in_float64(getattr(self, field.name)) for field in fields(self)})  # type: ignore[type-var]
+        return replace(self, **{field.name: in_float64(getattr(self, field.name)) for field in fields(self)})
 
     @abstractmethod
     def push(self, w: Tensor) -> Tensor:

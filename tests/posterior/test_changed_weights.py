@@ -70,10 +70,14 @@ def fitted(subset: Any) -> LaplacePosterior:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("subset", SUBSETS, ids=["all", "last layer", "named"])
 def test_a_change_is_noticed(change: Callable[[nn.Module], None], subset: Any) -> None:
+    """Those below a last layer count too: its posterior belongs to their features."""
     posterior = fitted(subset)
     change(posterior.network)
+    for predictive in ("glm", "bnn", "map"):
+        with pytest.raises(PosteriorError, match="weights are not those"):
+            posterior.predict(X, predictive)
     with pytest.raises(PosteriorError, match="weights are not those"):
-        posterior.predict(X)
+        posterior.functional(X)
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids=["all", "last layer", "named"])

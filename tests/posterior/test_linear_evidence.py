@@ -196,28 +196,6 @@ def test_clear_errors_where_it_cannot_be_had() -> None:
         replace(plain, curvature=replace(plain.curvature, gradient=None)).tune_prior("linear")
 
 
-def test_error_bars_of_a_network_with_batch_norm_are_less_overestimated() -> None:
-    """The tutorial's 1-D example: between two clusters of points the naive evidence has the wider bars."""
-    torch.manual_seed(2)
-    x = torch.cat([torch.rand(35, 1) * 2 - 3, torch.rand(35, 1) * 2 + 1]).double()
-    y = torch.sin(2 * x) + 0.3 * x + 0.2 * torch.randn(70, 1).double()
-    layers: list[nn.Module] = []
-    for inputs in (1, 15):
-        layers += [nn.Linear(inputs, 15), nn.BatchNorm1d(15), nn.ReLU()]
-    network = nn.Sequential(*layers, nn.Linear(15, 1)).double()
-    optimizer = torch.optim.Adam(network.parameters(), 1e-2)
-    for _ in range(500):
-        rows = torch.randint(0, 70, (32,))
-        optimizer.zero_grad()
-        (network(x[rows]) - y[rows]).square().mean().backward()
-        optimizer.step()
-    posterior = fit_laplace(network, [(x, y)], Gaussian(0.2), structure="full")
-    naive, linear = (posterior.tune_prior(Tuning(method, noise=False)) for method in ("marglik", "linear"))
-    assert linear.prior_precision > 2 * naive.prior_precision
-    between = torch.linspace(-1, 1, 20).double().unsqueeze(1)
-    assert linear.predict(between).epistemic.mean() < 0.7 * naive.predict(between).epistemic.mean()
-
-
 def test_the_guard_brings_kronecker_factors_to_the_choice_of_the_full_matrix() -> None:
     """Unguarded, their step promises a loss below zero, and a small prior looks good by it."""
     from sklearn.datasets import load_digits

@@ -61,6 +61,9 @@ def test_error_bars_of_the_tutorials_one_dimensional_example() -> None:
     errors = (f(grid) - posterior.predict(grid, "map").mean)[gap].abs().mean()
     widths = [q.predict(grid).epistemic.sqrt()[gap].mean() for q in (at_weights, at_optimum)]
     assert errors < widths[1] < widths[0]
+    one_step = posterior.tune_prior(Tuning("linear", noise=False))
+    assert one_step.prior_precision > 2 * at_weights.prior_precision
+    assert one_step.predict(grid).epistemic[gap].mean() < 0.7 * at_weights.predict(grid).epistemic[gap].mean()
 
 
 @pytest.mark.parametrize("prior_groups", [None, "layers"])

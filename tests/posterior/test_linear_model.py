@@ -286,12 +286,13 @@ def test_refinement_keeps_the_words_of_the_fit() -> None:
         fit_laplace(network, [(x, y)], "regression", structure=Diag(method="approx")).refine([(x, y)])
 
 
-def test_dense_outputs_are_refused() -> None:
+@pytest.mark.parametrize("method", ["laplace", "variational"])
+def test_dense_outputs_are_refused(method: str) -> None:
     network = nn.Conv2d(1, 2, 3).double()
     x, y = torch.randn(5, 1, 4, 4, dtype=torch.float64), torch.randint(0, 2, (5, 2, 2))
-    posterior = fit_laplace(network, [(x, y)], "classification", prior_precision=δ)
+    posterior = fit_laplace(network, [(x, y)], "classification", structure="diag", prior_precision=δ)
     with pytest.raises(PosteriorError, match=r"outputs \[B\] and \[B, C\], but .* shape \[5, 2, 2, 2\]"):
-        posterior.refine([(x, y)], passes=3)
+        posterior.refine([(x, y)], method, passes=3)
 
 
 def test_what_has_no_convex_linear_model_is_refused() -> None:

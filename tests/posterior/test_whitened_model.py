@@ -17,6 +17,7 @@ from lightning_bayes.evidence.whitened_model import (
     WhitenedModel,
     WhitenedRows,
 )
+from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import jacobian_factors
 
 NETWORKS: dict[str, Any] = {
@@ -142,3 +143,46 @@ def test_conjugate_gradients_replace_both_spaces_where_they_are_too_large(monkey
     again = posterior.refine(batches, "variational", tolerance=1e-9)
     torch.testing.assert_close(again.mean, refined.mean, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(again.precision.diagonal(), refined.precision.diagonal(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", ["mlp", "one output"])
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_a_likelihood_that_takes_no_positions_is_refined_alike(
+    name: str, structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posterior, batches = fit(name, 11, structure)
+    refined = posterior.refine(batches, "variational")
+    monkeypatch.setattr(type(posterior.likelihood), "takes_positions", False)
+    again = posterior.refine(batches, "variational")
+    torch.testing.assert_close(again.mean, refined.mean)
+    torch.testing.assert_close(again.precision.to_dense(), refined.precision.to_dense())
+
+
+def test_a_likelihood_of_ones_own_is_refined_to_a_larger_bound() -> None:
+    """Counts `y` with rate `e^f`, whose outputs have no positions."""
+
+    class Poisson(Likelihood):
+        def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
+            return (y * f - f.exp() - torch.lgamma(y + 1)).sum(1)
+
+        def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+            return torch.diag_embed((0.5 * f).exp()).movedim(1, 0)
+
+        def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
+            raise NotImplementedError
+
+        def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
+            return f.exp(), f.exp()
+
+    torch.manual_seed(0)
+    x = data(20)[0]
+    y = torch.poisson(x[:, :3].exp())
+    fitted = fit_laplace(NETWORKS["mlp"]().double(), [(x, y)], Poisson(), structure="full")
+    q = fitted.refine([(x, y)], "variational", tolerance=1e-9)
+    h, Σ = q.functional(x)
+    v = Σ.diagonal(dim1=1, dim2=2)
+    rate = (h + v / 2).exp()  # the mean of a log-normal
+    J = dense(q, x)
+    precision = torch.einsum("ncp,nc,ncq->pq", J, rate, J) + torch.eye(len(q.mean), dtype=torch.float64)
+    torch.testing.assert_close(q.precision.to_dense(), precision, rtol=0.02, atol=0.05)
+    torch.testing.assert_close(torch.einsum("ncp,nc->p", J, y - rate), q.mean, rtol=0.05, atol=0.05)
