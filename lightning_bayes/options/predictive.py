@@ -22,7 +22,7 @@ class PredictiveOption:
     link: str | None = None
     samples: int = 0
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         if self.link is not None and not isinstance(self.link, str):
             raise ValueError(f"link must be a word or None, got {format_value(self.link)}")
         count("samples", self.samples)
@@ -44,9 +44,6 @@ class GLM(PredictiveOption):
     link: str | None = None
     samples: int = 100
 
-    def __post_init__(self) -> None:
-        self._check()
-
 
 @dataclass(frozen=True)
 class BNN(PredictiveOption):
@@ -59,9 +56,6 @@ class BNN(PredictiveOption):
     kind = "bnn"
 
     samples: int = 100
-
-    def __post_init__(self) -> None:
-        self._check()
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,7 @@ class GP(PredictiveOption):
             count("points", self.points)
         word("selection", self.selection, get_args(Selection))
         word("outputs", self.outputs, get_args(Outputs))
-        self._check()
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -99,6 +93,9 @@ class MAP(PredictiveOption):
     """The network at its trained weights, without a posterior."""
 
     kind = "map"
+
+    def __post_init__(self) -> None:
+        """Nothing to check: it has no link and no samples."""
 
 
 PREDICTIVES: dict[str, type[PredictiveOption]] = {kind.kind: kind for kind in (GLM, BNN, MAP, GP)}
