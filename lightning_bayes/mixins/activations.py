@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_bayes.arguments import format_value, instance
+from lightning_bayes.arguments import format_names, format_value, instance
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.messages import warn
@@ -171,11 +171,7 @@ def _message(kinks: dict[str, str]) -> str:
     names_of: dict[str, list[str]] = {}
     for name, kind in kinks.items():
         names_of.setdefault(kind, []).append(name)
-    parts = [
-        f"{', '.join(names[:_MOST_NAMES])}"
-        f"{f' and {len(names) - _MOST_NAMES} more' if len(names) > _MOST_NAMES else ''} ({kind})"
-        for kind, names in names_of.items()
-    ]
+    parts = [f"{format_names(names, _MOST_NAMES)} ({kind})" for kind, names in names_of.items()]
     return (
         f"the first derivative of some layers jumps, which the gradient of the squared-gradient term misses: "
         f"{'; '.join(parts)}. Use a smooth activation, for instance by replace_activations(module, nn.Softplus), and "

@@ -26,9 +26,8 @@ pytestmark = [
 X = draw(5, FEATURES, seed=9).double()
 CURVATURES = ("ggn", "empirical_fisher", "fisher_mc")
 STRUCTURES = ("diag", "full", "ekfac", "lowrank")
-SELECTIONS = ("random", "leverage")
 PRIORS = ("prior", "prior_mean")
-NAMES = (*CURVATURES, *STRUCTURES, *SELECTIONS, *PRIORS)
+NAMES = (*CURVATURES, *STRUCTURES, "points", *PRIORS)
 BATCH = 4
 OTHERS = ("one_example", "iterated", "evaluation", "stream", "best")
 LOADERS = ("plain", "shuffled", "drop_last", "subset", "limited")
@@ -82,7 +81,7 @@ def callbacks(**arguments: Any) -> list[Any]:
     return [
         *(laplace(name=word, curvature=word, **arguments) for word in CURVATURES),
         *(laplace(name=word, structure=word, **arguments) for word in STRUCTURES),
-        *(laplace(name=word, predictive=GP(points=4, selection=word), **arguments) for word in SELECTIONS),
+        laplace(name="points", predictive=GP(points=4), **arguments),
         *(laplace(name=word, tune=None, prior=priors[word], **arguments) for word in PRIORS),
     ]
 
@@ -262,10 +261,9 @@ def test_every_process_has_the_posterior_of_one_alone(world: Any, name: str) -> 
             same(rank[key], alone[key], key)
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
-def test_every_process_keeps_the_training_points_of_one_alone(world: Any, selection: str) -> None:
+def test_every_process_keeps_the_training_points_of_one_alone(world: Any) -> None:
     alone, ranks, _ = world
-    keys = [key for key in alone if key.endswith(f"/{selection}")]
+    keys = [key for key in alone if key.endswith("/points")]
     assert len(keys) >= 3
     for key in keys:
         expected = alone[key]["points"]
