@@ -124,7 +124,7 @@ class BatchDiagonal:
         with torch.enable_grad():
             f, recorded = total.forward(x)
             check_output(f, inputs.batch_size(x))
-            y = self._check(x, f.detach(), y)
+            y = self._checked_targets(x, f.detach(), y)
             total.add(Batch(x, y, f, recorded, torch.arange(len(f), device=f.device)))
         total.end_pass(Processes())
         return total.structure().diagonal()
@@ -132,7 +132,7 @@ class BatchDiagonal:
     def _walk(self, threshold: float, signature: Signature, network: nn.Module, x: Any, y: Tensor) -> Tensor:
         parameters = list(self.subset.parameters(network).values())
         f, ops = run(network, self.subset, x)
-        y = self._check(x, f.detach(), y)
+        y = self._checked_targets(x, f.detach(), y)
         walk = Walk(ops, f, signature.kinds_of(ops) if threshold > 0 else {}, threshold, parameters)
         by_root = walk.output_is_whole and not self.likelihood.has_diagonal_fisher
         Λ = self.likelihood.fisher_root(f, y) if by_root else self.likelihood.fisher_diagonal(f, y)
@@ -143,7 +143,7 @@ class BatchDiagonal:
             walk.from_diagonal(Λ)
         return self.subset.join(_or_zeros(walk.diagonals[id(p)], p) for p in parameters)
 
-    def _check(self, x: Any, outputs: Tensor, y: Tensor) -> Tensor:
+    def _checked_targets(self, x: Any, outputs: Tensor, y: Tensor) -> Tensor:
         """The targets, with zeros for invalid ones until the next look."""
         if self._checks is not None:
             y = self._checks.add(x, outputs, y)

@@ -134,7 +134,7 @@ class Tape(TorchFunctionMode):
         if not tracked:
             return func(*args, **kwargs)
         for t in tracked:
-            self._check(t)
+            self._check_origin(t)
         name = _name(func)
         target = _target(name, args, kwargs)
         copies = {} if target is None else self._copies(target)
@@ -164,7 +164,7 @@ class Tape(TorchFunctionMode):
 
     def ops_to(self, f: Tensor) -> list[Op]:
         """The operations that `f` depends on, in order."""
-        self._check(f)
+        self._check_origin(f)
         needed, ops = {id(f)}, []
         for op in reversed(self._ops):
             if any(id(t) in needed for t in op.outputs):
@@ -181,7 +181,7 @@ class Tape(TorchFunctionMode):
         self._ops.append(op)
         self._known.update({id(t): t for t in op.outputs})
 
-    def _check(self, t: Tensor) -> None:
+    def _check_origin(self, t: Tensor) -> None:
         """Raise an error if the origin of a tensor is unknown."""
         if id(t) in self._overwritten:
             name = self._overwritten[id(t)][1]

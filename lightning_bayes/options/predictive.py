@@ -21,7 +21,7 @@ class PredictiveOption:
     link: str | None = None
     samples: int = 0
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         if self.link is not None and not isinstance(self.link, str):
             raise ValueError(f"link must be a word or None, got {format_value(self.link)}")
         count("samples", self.samples)
@@ -43,9 +43,6 @@ class GLM(PredictiveOption):
     link: str | None = None
     samples: int = 100
 
-    def __post_init__(self) -> None:
-        self._check()
-
 
 @dataclass(frozen=True)
 class BNN(PredictiveOption):
@@ -58,9 +55,6 @@ class BNN(PredictiveOption):
     kind = "bnn"
 
     samples: int = 100
-
-    def __post_init__(self) -> None:
-        self._check()
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ class GP(PredictiveOption):
         if self.points is not None:
             count("points", self.points)
         word("outputs", self.outputs, get_args(Outputs))
-        self._check()
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -95,6 +89,9 @@ class MAP(PredictiveOption):
     """The network at its trained weights, without a posterior."""
 
     kind = "map"
+
+    def __post_init__(self) -> None:
+        """Nothing to check: it has no link and no samples."""
 
 
 PREDICTIVES: dict[str, type[PredictiveOption]] = {kind.kind: kind for kind in (GLM, BNN, MAP, GP)}

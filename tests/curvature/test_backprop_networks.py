@@ -63,7 +63,7 @@ def test_approx_is_exact_below_one_mixing_layer_and_no_more() -> None:
 
 
 def test_approx_is_exact_for_a_convolution_with_nothing_above_it() -> None:
-    """Its pixels are outputs of their own: no products between them to drop."""
+    """Each pixel is an output, so there are no products between them to drop."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten()).double()
     x = torch.randn(4, 2, 3, 3, dtype=torch.float64)

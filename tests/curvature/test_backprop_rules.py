@@ -440,7 +440,7 @@ def test_layers_and_parameters(table: str, name: str) -> None:
 
 
 def test_convolution_is_the_transposed_convolution_with_the_squared_kernel() -> None:
-    """The paper's statement (appendix E.4.1), in its words."""
+    """The statement of the paper's appendix E.4.1."""
     module, x = layer(nn.Conv2d(2, 3, 3, padding=1, bias=False).double(), 2, 2, 5, 4)
     d = torch.rand_like(module(x))
     by_hand = F.conv_transpose2d(d, module.weight.square(), padding=1)

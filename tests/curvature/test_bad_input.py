@@ -175,7 +175,7 @@ def test_known_cases_are_fine() -> None:
     ],
 )
 def test_a_wrong_target_of_a_late_batch_is_told(likelihood: str, wrong: float, said: str, bad: int) -> None:
-    """Nothing is read from a batch while the next is run: what is wrong is told some batches later."""
+    """No number of a batch is read while the next one runs, so the error comes some batches later."""
     seen = []
 
     def batches() -> Iterator[Any]:

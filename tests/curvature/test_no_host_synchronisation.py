@@ -1,5 +1,5 @@
-"""A look at one number of a tensor (`.item()`, `bool(t)`) makes a GPU finish all that it was given: in the loop over
-batches there is none, after the first batch, of which shapes, rules and targets are checked."""
+"""Reading one number of a tensor (`.item()`, `bool(t)`) forces a device sync. The loop over batches reads none after
+the first batch, whose shapes, rules and targets are checked."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_attention_is_refused_before_training() -> None:
 
 
 def test_a_wrong_target_of_a_later_batch_is_told_with_its_batch() -> None:
-    """And no number of a batch is read before: the other processes would wait, too."""
+    """No number of a batch is read before, because the other processes would wait for it."""
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     x, y = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
     total = ShardedDiagonalSum(net, Categorical(), "empirical_fisher", 1, 0, Processes())

@@ -1,4 +1,4 @@
-"""The user's module is borrowed: after success and after any failure it is as it was, and so is every random state."""
+"""The user's module is borrowed: success and failure leave it, and every random state, unchanged."""
 
 import copy
 import random
