@@ -4,7 +4,8 @@ Every `update` takes `mean`, `variance` (noise included) and `target` of one sha
 in `metric.update(p.mean, p.variance, y, p.df)`.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -24,15 +25,19 @@ from lightning_bayes.metrics.functional.regression import (
 from lightning_bayes.metrics.functional.statistics import Norm, regression_inputs
 
 
-class GaussianMean(MeanMetric):
-    """A mean over Gaussian or Student-t predictions."""
+class RealTargets(AdditiveMetric):
+    """A metric of Gaussian or Student-t predictions, from sums over them."""
+
+    batch_sums: ClassVar[Callable[..., Tensor]]  # of the checked inputs of a batch, and the settings
+    settings: tuple[Any, ...] = ()
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor, df: Freedom = None) -> None:
         """Add every element of tensors of one shape."""
-        self.accumulate(self.batch_sums(*regression_inputs(mean, variance, target, df, self.validate_args)))
+        inputs = regression_inputs(mean, variance, target, df, self.validate_args)
+        self.accumulate(self.batch_sums(*inputs, *self.settings))
 
 
-class GaussianNLL(GaussianMean):
+class GaussianNLL(RealTargets, MeanMetric):
     """Mean negative log-likelihood under N(mean, variance), noise included. NaN if nothing was counted.
 
     >>> import torch
@@ -46,7 +51,7 @@ class GaussianNLL(GaussianMean):
     batch_sums = staticmethod(_gaussian_nll_update)
 
 
-class GaussianCRPS(GaussianMean):
+class GaussianCRPS(RealTargets, MeanMetric):
     """Mean CRPS of N(mean, variance), noise included. NaN if nothing was counted.
 
     >>> import torch
@@ -61,19 +66,14 @@ class GaussianCRPS(GaussianMean):
     batch_sums = staticmethod(_gaussian_crps_update)
 
 
-class IntervalMean(MeanMetric):
+class IntervalMean(RealTargets, MeanMetric):
     """A mean over central intervals."""
 
     plot_lower_bound = 0.0
 
     def __init__(self, level: float = 0.95, **kwargs: Any) -> None:
         super().__init__(settings=(check_level(level),), **kwargs)
-        self.level = level
-
-    def update(self, mean: Tensor, variance: Tensor, target: Tensor, df: Freedom = None) -> None:
-        """Add every element of tensors of one shape."""
-        inputs = regression_inputs(mean, variance, target, df, self.validate_args)
-        self.accumulate(self.batch_sums(*inputs, self.level))
+        self.level, self.settings = level, (level,)
 
 
 class IntervalCoverage(IntervalMean):
@@ -103,7 +103,7 @@ class IntervalWidth(IntervalMean):
     batch_sums = staticmethod(_interval_width_update)
 
 
-class RegressionCalibrationError(AdditiveMetric):
+class RegressionCalibrationError(RealTargets):
     """Distance between expected and observed quantile levels, in constant memory. NaN if nothing was counted.
 
     Args:
@@ -121,17 +121,13 @@ class RegressionCalibrationError(AdditiveMetric):
     higher_is_better = False
     plot_lower_bound = 0.0
     plot_upper_bound = 1.0
+    batch_sums = staticmethod(_regression_calibration_update)
 
     def __init__(self, n_bins: int = 20, norm: Norm = "l1", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         check_quantiles(n_bins, norm)
-        self.n_bins, self.norm = n_bins, norm
+        self.n_bins, self.norm, self.settings = n_bins, norm, (n_bins,)
         self.keep_sums(n_bins)
-
-    def update(self, mean: Tensor, variance: Tensor, target: Tensor, df: Freedom = None) -> None:
-        """Add every element of tensors of one shape."""
-        inputs = regression_inputs(mean, variance, target, df, self.validate_args)
-        self.accumulate(_regression_calibration_update(*inputs, self.n_bins))
 
     def compute(self) -> Tensor:
         """The calibration error in the metric's norm."""

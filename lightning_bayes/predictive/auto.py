@@ -290,8 +290,7 @@ def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
     """Precisions from the one with the largest evidence upwards, or a few of them if each needs its own samples. A
     truncated curvature misses the `γ` of the omitted directions, so its `δ = γ/‖θ‖²` is too small; it only serves as a
     lower bound."""
-    many = posterior.curvature.n_outputs > MANY * posterior.n_data or output_of(posterior.network).together
-    sampled = scoring.predictive.kind == "bnn" or many
+    sampled = _is_sampled(posterior, scoring)
     if not posterior.curvature.knows_likelihood:
         return PRIORS[::6] if sampled else PRIORS
     if sampled and not posterior.curvature.structure.is_truncated:

@@ -61,7 +61,7 @@ from lightning_bayes.posterior.files import describe, read, write
 from lightning_bayes.posterior.gaussian import implements
 from lightning_bayes.predictive.draws import SharedDraws
 from lightning_bayes.predictive.ensemble import DeepEnsemble
-from lightning_bayes.predictive.prediction import Prediction, real_targets, unfit_targets
+from lightning_bayes.predictive.prediction import Prediction, mean_of, real_targets, unfit_targets
 
 FORMAT = 1
 Predictor = GaussianPosterior | DeepEnsemble
@@ -385,6 +385,5 @@ def by_output(t: Tensor) -> Tensor:
 
 def n_outputs(prediction: Prediction) -> int:
     """The number of quantiles: the classes of one label share one."""
-    main = prediction.mean if prediction.probs is None else prediction.probs
-    assert main is not None
-    return 1 if prediction.kind == "classification" or main.ndim == 1 else main.shape[1]
+    mean = mean_of(prediction)
+    return 1 if prediction.kind == "classification" or mean.ndim == 1 else mean.shape[1]

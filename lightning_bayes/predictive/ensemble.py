@@ -39,7 +39,7 @@ from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.at_mean import same_weights
 from lightning_bayes.posterior.files import describe, posterior_in, read_any
-from lightning_bayes.predictive.prediction import Prediction
+from lightning_bayes.predictive.prediction import Prediction, mean_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +134,7 @@ class DeepEnsemble:
         """The mixture of the members' predictions at `x`; for the arguments see `GaussianPosterior.predict`. Each
         member draws its own samples."""
         members = self.predict_each(x, predictive, generator=generator)
-        means = torch.stack([_mean(member) for member in members])  # [M, B, …]
+        means = torch.stack([mean_of(member) for member in members])  # [M, B, …]
         w = self._weights_like(means)
         mean = (w * means).sum(0)
         within = (w * torch.stack([member.epistemic for member in members])).sum(0)
@@ -172,12 +172,12 @@ class DeepEnsemble:
         for number, posterior in enumerate(self.posteriors):
             with _naming(f"member {number}"):
                 predictions.append(posterior.predict(x, predictive, generator=generator).to(self.device))
-        first = _mean(predictions[0])
+        first = mean_of(predictions[0])
         for number, member in enumerate(predictions):
-            if _mean(member).shape != first.shape:
+            if mean_of(member).shape != first.shape:
                 raise PosteriorError(
                     f"members must agree in their outputs, but member 0 has shape {list(first.shape)} and member "
-                    f"{number} has shape {list(_mean(member).shape)}: make all networks with the same outputs"
+                    f"{number} has shape {list(mean_of(member).shape)}: make all networks with the same outputs"
                 )
         return predictions
 
@@ -247,12 +247,6 @@ def _normalised(weights: Sequence[float] | Tensor | None, members: int) -> tuple
     if not (w >= 0).all() or not w.isfinite().all() or not w.sum() > 0:
         raise PosteriorError(f"member_weights must be finite, not negative, and not all zero, got {w.tolist()}")
     return tuple((w / w.sum()).tolist())
-
-
-def _mean(prediction: Prediction) -> Tensor:
-    mean = prediction.mean if prediction.probs is None else prediction.probs
-    assert mean is not None
-    return mean
 
 
 @contextmanager

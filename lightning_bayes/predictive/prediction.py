@@ -156,7 +156,7 @@ class Prediction(TensorFields):
         tensors: dict[str, Any] = {}
         if any(prediction.df is not None for prediction in predictions):  # an infinite df is a Gaussian
             predictions = [
-                p if p.df is not None else replace(p, df=torch.full_like(p._main, math.inf)) for p in predictions
+                p if p.df is not None else replace(p, df=torch.full_like(mean_of(p), math.inf)) for p in predictions
             ]
         for field in fields(Prediction):
             parts = [getattr(prediction, field.name) for prediction in predictions]
@@ -172,16 +172,10 @@ class Prediction(TensorFields):
 
     def __repr__(self) -> str:
         name = "mean" if self.probs is None else "probs"
-        main = self._main
+        main = mean_of(self)
         place = "" if main.device.type == "cpu" else f", {main.device}"
         dtype = str(main.dtype).removeprefix("torch.")
         return f"Prediction({self.kind} of {len(self)}, {name} {list(main.shape)}, {dtype}{place})"
-
-    @property
-    def _main(self) -> Tensor:
-        main = self.mean if self.probs is None else self.probs
-        assert main is not None
-        return main
 
     def _of_classes(self, what: str, way_out: str) -> Tensor:
         if self.probs is None:
@@ -192,6 +186,13 @@ class Prediction(TensorFields):
         if self.mean is None or self.variance is None:
             raise AttributeError(f"a prediction of classes has no {what}: {way_out}")
         return self.mean, self.variance
+
+
+def mean_of(prediction: Prediction) -> Tensor:
+    """The mean of the target: of real targets, or the probabilities.  # [B, …]"""
+    mean = prediction.mean if prediction.probs is None else prediction.probs
+    assert mean is not None
+    return mean
 
 
 torch.serialization.add_safe_globals([Prediction])  # so that torch.load(weights_only=True) reads saved ones
@@ -259,13 +260,14 @@ def _check_alike(predictions: Sequence[Any]) -> None:
     for prediction in predictions[1:]:
         if prediction.kind != first.kind:
             raise ValueError(f"predictions are of different kinds, {first.kind} and {prediction.kind}")
-        if prediction._main.device != first._main.device:
+        mean, other = mean_of(first), mean_of(prediction)
+        if other.device != mean.device:
             raise ValueError(
-                f"predictions are on several devices, {first._main.device} and {prediction._main.device}: move them "
-                "to one, as in [prediction.cpu() for prediction in predictions]"
+                f"predictions are on several devices, {mean.device} and {other.device}: move them to one, as in "
+                "[prediction.cpu() for prediction in predictions]"
             )
-        if prediction._main.shape[1:] != first._main.shape[1:]:
-            shapes = f"{list(first._main.shape)} and {list(prediction._main.shape)}"
+        if other.shape[1:] != mean.shape[1:]:
+            shapes = f"{list(mean.shape)} and {list(other.shape)}"
             raise ValueError(
                 f"predictions have different outputs, of shapes {shapes}: only the first number may differ"
             )

@@ -198,6 +198,22 @@ def test_held_out_data_choose_a_variance_and_tails(structure: str, scale: float,
         assert torch.equal(again.log_prob(batches[0][1]), found.log_prob(batches[0][1]))
 
 
+@pytest.mark.parametrize("kind", ["predicted noise", "unknown training error"])
+def test_tails_are_found_where_no_noise_is_tuned(kind: str) -> None:
+    posterior, batches = fitted("predicted noise" if kind == "predicted noise" else "real")
+    if kind == "unknown training error":  # as of L2M
+        posterior = replace(posterior, curvature=replace(posterior.curvature, log_likelihood=None, gradient=None))
+    x = torch.cat([x for x, _ in batches])
+    plain = posterior.predict(x)
+    p = (torch.randperm(plain.mean.numel(), generator=torch.Generator().manual_seed(0)) + 0.5) / plain.mean.numel()
+    y = plain.mean + plain.std * torch.as_tensor(stats.t(3).ppf(p)).view_as(plain.mean)
+    tuned = posterior.tune_prior("auto", [(x, y)])
+    found = tuned.predict(x)
+    assert (found.df < 10).all()
+    assert found.log_prob(y).mean() > replace(found, df=None).log_prob(y).mean() + 0.05
+    assert torch.equal(tuned.predict(x, calibrated=False).mean, found.mean)
+
+
 def test_few_examples_choose_a_gaussian() -> None:
     posterior, _ = fitted("real")
     x = real(4, 3, seed=1)

@@ -91,45 +91,36 @@ def test_a_label_is_yes_where_that_is_likelier(kind: str) -> None:
     assert torch.equal(prediction.confidence, torch.where(p > 0.5, p, 1 - p))
 
 
+def tailed(kind: str = "real", df: float = 4.0) -> Any:
+    return posterior(kind).with_calibration(Calibration("glm", "exact", df=df))
+
+
+@pytest.mark.parametrize("df", [4.0, math.inf])
 @pytest.mark.parametrize("kind", ["real", "dense real"])
-def test_intervals_hold_the_share_of_a_gaussian_that_they_promise(kind: str) -> None:
-    prediction = posterior(kind).predict(X)
-    torch.testing.assert_close(prediction.std**2, prediction.epistemic + prediction.aleatoric)
-    for level in (0.5, 0.95):
-        lower, upper = prediction.interval(level)
-        torch.testing.assert_close((lower + upper) / 2, prediction.mean)
-        Φ = torch.distributions.Normal(prediction.mean, prediction.std).cdf
-        torch.testing.assert_close(Φ(upper) - Φ(lower), torch.full_like(lower, level))
-    torch.testing.assert_close(prediction.interval(), prediction.interval(0.95))
-
-
-def heavy_tailed(kind: str = "real", df: float = 4.0) -> Prediction:
-    own = posterior(kind)
-    return own.with_calibration(Calibration("glm", "exact", df=df)).predict(X)
-
-
-@pytest.mark.parametrize("kind", ["real", "dense real"])
-def test_a_student_t_has_the_gaussians_moments_and_scipys_everything_else(kind: str) -> None:
-    prediction, gaussian = heavy_tailed(kind), posterior(kind).predict(X)
+def test_a_real_target_has_the_law_of_scipy(kind: str, df: float) -> None:
+    """A Student-t with the moments of the Gaussian."""
+    prediction, gaussian = tailed(kind, df).predict(X), posterior(kind).predict(X)
     for name in ("mean", "variance", "epistemic", "aleatoric", "mutual_information"):
         assert torch.equal(getattr(prediction, name), getattr(gaussian, name))
-    law = stats.t(4.0, prediction.mean.numpy(), (prediction.std * 0.5**0.5).numpy())
+    torch.testing.assert_close(prediction.std**2, prediction.epistemic + prediction.aleatoric)
+    scale = 1.0 if math.isinf(df) else ((df - 2) / df) ** 0.5
+    law = stats.t(df, prediction.mean.numpy(), (prediction.std * scale).numpy())
     np.testing.assert_allclose(law.var(), prediction.variance)
     np.testing.assert_allclose(prediction.entropy, law.entropy())
-    np.testing.assert_allclose(prediction.interval(0.8), law.interval(0.8))
+    for level in (0.5, 0.95):
+        np.testing.assert_allclose(prediction.interval(level), law.interval(level))
+    torch.testing.assert_close(prediction.interval(), prediction.interval(0.95))
     y = prediction.mean + 3 * torch.randn(prediction.mean.shape, generator=seeded())
     np.testing.assert_allclose(prediction.log_prob(y), law.logpdf(y))
-    np.testing.assert_allclose(gaussian.log_prob(y), stats.norm(gaussian.mean, gaussian.std).logpdf(y))
     covered = ((law.interval(0.95)[0] < y.numpy()) & (y.numpy() < law.interval(0.95)[1])).mean()
-    tailed = posterior(kind).with_calibration(Calibration("glm", "exact", df=4.0))
-    for predictor in (tailed, DeepEnsemble([tailed])):
+    for predictor in (tailed(kind, df), DeepEnsemble([tailed(kind, df)])):
         scores = evaluate(predictor, [(X[:3], y[:3]), (X[3:], y[3:])])
         assert scores["nll"] == pytest.approx(-law.logpdf(y).mean())
         assert scores["coverage"] == pytest.approx(covered)
 
 
 def test_parts_of_a_student_t_are_student_ts_and_a_gaussian_joins_them() -> None:
-    heavy, gaussian = heavy_tailed(), posterior("real").predict(X)
+    heavy, gaussian = tailed().predict(X), posterior("real").predict(X)
     both = Prediction.cat([heavy, gaussian])
     y = torch.cat([REAL, REAL])
     torch.testing.assert_close(both.log_prob(y), torch.cat([heavy.log_prob(REAL), gaussian.log_prob(REAL)]))
@@ -142,7 +133,7 @@ def test_parts_of_a_student_t_are_student_ts_and_a_gaussian_joins_them() -> None
 def test_conformal_intervals_do_not_depend_on_the_tails() -> None:
     intervals = [
         Conformal.fit(prediction, REAL, 0.5).interval(prediction)
-        for prediction in (heavy_tailed(), posterior("real").predict(X))
+        for prediction in (tailed().predict(X), posterior("real").predict(X))
     ]
     torch.testing.assert_close(*intervals)
 
