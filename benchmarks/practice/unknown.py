@@ -290,5 +290,4 @@ def draw(scores: Mapping[str, Scores], unknown: str = "SVHN") -> Figure:
         both = torch.cat([scores["known"][score], scores[unknown][score]])
         plots.ood_histogram(both, torch.arange(len(both)) >= len(scores["known"][score]), ax=ax)
         ax.set(xlabel=score)
-        ax.locator_params("x", nbins=6)
     return figure
