@@ -21,12 +21,22 @@ STAGES = ("train", "gaussians", "methods", "unknown", "table")
 def main(words: list[str] | None = None) -> int:
     arguments = _arguments(words)
     folder: Path = arguments.output
+    wanted = arguments.stage or ["train", "methods", "unknown", "table"]
+    if "unknown" in wanted:
+        cases = [] if arguments.fast else [case for case in unknown.CASES if arguments.only in str(case)]
+        work = partial(unknown.compare, again=arguments.again, folder=folder)
+        stages.for_each("unknown inputs", work, cases, arguments.jobs)
+        measured = list(unknown.measure(cases, folder))
+        print(unknown.page(measured))
+        if arguments.keep:
+            unknown.keep(measured, folder)
+    if wanted == ["unknown"]:
+        return 0
     chosen = [setups.FAST] if arguments.fast else setups.select(arguments.group, arguments.full, arguments.only)
     if not chosen:
         print(f"no setup of {arguments.group!r} has {arguments.only!r} in its name; --full has more", file=sys.stderr)
         return 2
     present = _with_data(chosen)
-    wanted = arguments.stage or ["train", "methods", "unknown", "table"]
     if "train" in wanted:
         stages.for_each("training", partial(stages.train, folder=folder), present, arguments.jobs)
     if "gaussians" in wanted:
@@ -36,14 +46,6 @@ def main(words: list[str] | None = None) -> int:
         names = [name for name in methods.METHODS if any(part in name for part in parts)]
         run = partial(stages.run_methods, names=names, again=arguments.again, folder=folder)
         stages.for_each("methods", run, present, arguments.jobs)
-    if "unknown" in wanted:
-        cases = [] if arguments.fast else [case for case in unknown.CASES if arguments.only in str(case)]
-        work = partial(unknown.compare, again=arguments.again, folder=folder)
-        stages.for_each("unknown inputs", work, cases, arguments.jobs)
-        measured = list(unknown.measure(cases, folder))
-        print(unknown.page(measured))
-        if arguments.keep:
-            unknown.keep(measured, folder)
     if "table" in wanted:
         rows = _current(folder, present)
         text = report.report(rows, results.code())

@@ -78,6 +78,12 @@ def resnet(shape: Sequence[int], outputs: int, channels: Sequence[int]) -> nn.Mo
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], outputs))
 
 
+def bag_of_words(shape: Sequence[int], outputs: int, words: int, width: int) -> nn.Module:
+    """The mean of the words' embeddings, without padding, and one hidden layer."""
+    layers = [nn.EmbeddingBag(words, width, padding_idx=0), nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, outputs))
+
+
 NETWORKS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "mlp50": partial(mlp, widths=[50]),
     "mlp50-tanh": partial(mlp, widths=[50], activation=nn.Tanh),
@@ -96,6 +102,7 @@ NETWORKS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "cnn3-bn": partial(cnn, channels=[16, 32, 64], width=64, norm=True),
     "resnet": partial(resnet, channels=[16, 32, 64]),
     "resnet-narrow": partial(resnet, channels=[16, 32]),
+    "words": partial(bag_of_words, words=2048, width=64),
 }
 
 

@@ -6,6 +6,7 @@ Large datasets contribute a random part, so that training takes seconds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,7 @@ N_IMAGES, N_TRAIN, N_VALIDATION, N_TEST, N_OOD = 5000, 4500, 500, 1000, 500
 ELSEWHERE = {"MNIST": ("FashionMNIST", "KMNIST"), "FashionMNIST": ("MNIST", "KMNIST"), "CIFAR10": ("SVHN",)}
 KNOWN_DIGITS = 8  # 8 and 9 are the unknown ones
 HELD_OUT = "held-out classes"
+LIBRARIES, OTHERS = ("numpy", "sklearn", "matplotlib", "networkx"), ("lightning", "torchmetrics")
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ def read(setup: SetUp) -> Task:
     """Raises `MissingDataError` if the data are not available."""
     if setup.kind == "regression":
         return _regression(setup)
+    if setup.data == "docstrings":
+        return _docstrings(setup)
     return _images(setup) if setup.data in IMAGES else _classes(setup)
 
 
@@ -95,6 +99,27 @@ def _classes(setup: SetUp) -> Task:
     if setup.data != "digits":
         x = _standardised(x, rows["train"])
     return Task(*_parts(x, y, rows), unknown=unknown, n_outputs=int(y.max()) + 1, y_scale=1.0, rows=rows)
+
+
+def _docstrings(setup: SetUp) -> Task:
+    """Docstrings as numbers of words, labelled by their library; unknown are those of other libraries."""
+    from recipes.docstrings import START, VOCABULARY, WORDS, Docstrings, together
+
+    generator, reader = torch.Generator().manual_seed(setup.seed), Docstrings()
+
+    def read_all(libraries: Sequence[str], n: int) -> tuple[Tensor, Tensor]:
+        batch = together([one for group in reader.read_all(libraries, n) for one in group])
+        rows = torch.randperm(len(batch["labels"]), generator=generator)
+        return batch["input_ids"][rows], batch["labels"][rows]
+
+    x, y = read_all(LIBRARIES, (N_IMAGES + N_TEST) // len(LIBRARIES))
+    others, _ = read_all(OTHERS, N_OOD // len(OTHERS))
+    words = torch.randint(START + 1, VOCABULARY, (N_OOD, WORDS), generator=generator)
+    words[:, 0] = START
+    test, val, train = torch.arange(len(x)).tensor_split([N_TEST, N_TEST + N_VALIDATION])
+    rows = {"train": train, "val": val, "test": test}
+    unknown = {HELD_OUT: others, "random words": words}
+    return Task(*_parts(x, y, rows), unknown=unknown, n_outputs=len(LIBRARIES), y_scale=1.0, rows=rows)
 
 
 def _images(setup: SetUp) -> Task:

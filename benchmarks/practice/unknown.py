@@ -39,7 +39,13 @@ FAR = ("SVHN", "MNIST", "FashionMNIST", "KMNIST", "photographs", "noise", "shuff
 KNN, MAHALANOBIS, VIM = "20th neighbour, cosine", "Mahalanobis, nearest class", "ViM, half of the directions"
 CHANGED, NOVELTY, ENTROPY, LEVEL = "30 % brightness", "novelty", "entropy", 0.05
 N_FIT, N_VALIDATION, N_KNOWN, N_UNKNOWN, NEIGHBOURS = 5000, 1000, 2000, 1000, 20
-NAMES = {"digits": "digits 0–7", "MNIST": "MNIST 0–7", "FashionMNIST": "Fashion 0–7", "CIFAR10": "CIFAR-10 vehicles"}
+NAMES = {
+    "digits": "digits 0–7",
+    "MNIST": "MNIST 0–7",
+    "FashionMNIST": "Fashion 0–7",
+    "CIFAR10": "CIFAR-10 vehicles",
+    "docstrings": "docstrings",
+}
 PAPER = {  # OpenOOD 1.5 (Zhang et al. 2023): ResNet-18 on CIFAR-10, mean AUROC over its far sets
     "maximum probability": 0.907,
     KNN: 0.930,
@@ -290,5 +296,4 @@ def draw(scores: Mapping[str, Scores], unknown: str = "SVHN") -> Figure:
         both = torch.cat([scores["known"][score], scores[unknown][score]])
         plots.ood_histogram(both, torch.arange(len(both)) >= len(scores["known"][score]), ax=ax)
         ax.set(xlabel=score)
-        ax.locator_params("x", nbins=6)
     return figure

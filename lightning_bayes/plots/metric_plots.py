@@ -189,6 +189,7 @@ def _draw_ood(metric: OODDetection, ax: Any, val: Any = None, n_bins: int = 40) 
             ax.stairs(share, edges, fill=True, linewidth=1.2, label=f"{name} ({int(n)})", **style)
         ax.set(xlabel="score (larger: more out-of-distribution)", ylabel="share of inputs", xlim=(edges[0], edges[-1]))
         ax.set_ylim(0, 1.35 * (shares.max() or 1))  # room for the legend
+        ax.locator_params("x", nbins=6)  # the labels of small scores, such as novelty, are long
         ax.legend(loc="upper center", ncols=2, title=f"AUROC = {float(metric.compute()['auroc']):.4f}")
     return figure, ax
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import matplotlib
@@ -130,6 +131,16 @@ def test_the_ood_histograms_are_each_ones_share() -> None:
         np.testing.assert_allclose(values, np.histogram(scores.double(), edges)[0] / len(scores))
     auroc = float(F.ood_detection(SCORE, IS_OOD)["auroc"])
     assert {f"AUROC = {auroc:.4f}", "in-distribution (100)", "out-of-distribution (50)"} <= set(texts(figure))
+
+
+def test_the_labels_of_small_scores_do_not_overlap() -> None:
+    ax = Figure(figsize=(4.8, 3.4), layout="constrained").subplots()
+    figure, _ = plots.ood_histogram(1e-4 + 4e-3 * SCORE.abs() / SCORE.abs().max(), IS_OOD, ax=ax)
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in ax.get_xticklabels() if label.get_text()]
+    boxes = [box for box in boxes if ax.bbox.x0 <= (box.x0 + box.x1) / 2 <= ax.bbox.x1]
+    assert len(boxes) > 2
+    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
 
 
 def test_the_histogram_mode_draws_its_own_cells_merged_to_bars() -> None:
