@@ -166,14 +166,14 @@ def test_callbacks_take_keywords_after_the_likelihood(kind: Any) -> None:
     assert {p.kind for p in others} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-# Arguments with several defaults or types, and the reason. None is no default of its own: it stands for what is known.
+# Arguments with several defaults or types, and the reason. None does not count: it stands for what is known.
 DIFFERS = {
     "at": "an evidence is taken at the weights or at the optimum; for measurements, in a linearised or another network",
     "damping": "an option takes a word, a posterior what the option has checked",
     "level": "sets of 90 % need 9 held-out examples, intervals of 95 % none",
     "likelihood": "online Laplace is first of all for autoencoders; a file needs an object, for a class of the user",
     "method": "of a choice of prior, a conformal score, a diagonal, a refinement, or a variational step",
-    "name": "each callback has its own, by which several on a Trainer are told apart",
+    "name": "each callback has its own, so that a Trainer can have several",
     "passes": "ten passes tune a prior, and a refinement ends long before 200",
     "predictive": "what has trained at samples predicts with samples; only words are functions to draw",
     "prior": "measurements have the priors of an image",

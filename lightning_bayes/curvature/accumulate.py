@@ -22,13 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import register
-from lightning_bayes.curvature.blocks import (
-    Block,
-    DenseBlock,
-    DiagonalBlock,
-    EigenvalueBlock,
-    KroneckerBlock,
-)
+from lightning_bayes.curvature.blocks import Block, DenseBlock, DiagonalBlock, EigenvalueBlock, KroneckerBlock
 from lightning_bayes.curvature.data_pass import Batch, BatchSum, Fisher
 from lightning_bayes.jacobian.calls import Call
 from lightning_bayes.jacobian.checks import check_examples_apart, check_output

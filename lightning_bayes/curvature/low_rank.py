@@ -42,13 +42,7 @@ class LowRankSum(BatchSum):
     needs_same_labels = True
 
     def __init__(
-        self,
-        network: nn.Module,
-        plan: Plan,
-        likelihood: Likelihood,
-        fisher: Fisher,
-        rank: int,
-        dry_run: bool = False,
+        self, network: nn.Module, plan: Plan, likelihood: Likelihood, fisher: Fisher, rank: int, dry_run: bool = False
     ) -> None:
         super().__init__(network, plan.subset, likelihood, fisher)
         rank, width, most = (1, 2, 2) if dry_run else _sizes(plan.subset.size, rank, plan.n_outputs)

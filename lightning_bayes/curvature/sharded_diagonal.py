@@ -36,14 +36,7 @@ from lightning_bayes.structures import Diagonal
 from lightning_bayes.structures.sharded import ParameterShard
 
 CURVATURES = ("empirical_fisher", "fisher_mc")
-LAYERS = (
-    nn.Linear,
-    *private.CHANNEL_LAYERS,
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.Embedding,
-)
+LAYERS = (nn.Linear, *private.CHANNEL_LAYERS, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Embedding)
 _WAY_OUT = "freeze it, or use L2MCallback, subset='last_layer' or strategy='ddp'"
 
 

@@ -371,7 +371,7 @@ def find_priors(
     provisional `s` until training starts."""
     fan_in = _fan_ins(weights, network)
     patterns = given if isinstance(given, Mapping) else {"*": given}
-    values = by_pattern({pattern: _checked(value) for pattern, value in patterns.items()}, weights, "prior_std")
+    values = by_pattern({pattern: _check_prior_std(value) for pattern, value in patterns.items()}, weights, "prior_std")
     missing = [name for name in weights if name not in values]
     if missing:
         raise PriorStdError(
@@ -445,7 +445,7 @@ def _fan_ins(weights: Mapping[str, nn.Parameter], network: nn.Module) -> dict[st
     return fan_ins
 
 
-def _checked(value: Any) -> float | str:
+def _check_prior_std(value: Any) -> float | str:
     if isinstance(value, str) and value in PRIOR_STDS:
         return value
     if not is_positive(value):

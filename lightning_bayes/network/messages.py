@@ -25,6 +25,7 @@ logger.setLevel(logging.INFO)
 _stderr = logging.StreamHandler()
 _stderr.addFilter(lambda record: not logging.root.handlers)
 logger.addHandler(_stderr)
+detail = logger.debug  # how something was done, on every process
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # set by launchers, in Lightning's order
 _NOT_THE_USERS = {"lightning_bayes", "lightning", "lightning_fabric", "pytorch_lightning", "torch"}
@@ -48,12 +49,7 @@ def warn(message: str, *values: object, from_all: bool = False) -> None:
 def inform(message: str, *values: object) -> None:
     """Report what was done."""
     if _is_first_process():
-        logger.info(message, *values)
-
-
-def detail(message: str, *values: object) -> None:
-    """Log how it was done, on every process."""
-    logger.debug(message, *values)
+        logger.info(message, *values, stacklevel=2)
 
 
 def _is_internal(module: str) -> bool:

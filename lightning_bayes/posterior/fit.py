@@ -187,7 +187,7 @@ def fit_laplace(
             `prior_precision = N·wd`.
         prior: `Prior(mean=…, temperature=…)`, or another posterior over the same weights; `prior_precision` is then a
             factor on its precision.
-        gp: training points to keep for `predict(x, "gp")`: a number, or `GP(points=…, selection=…)`.
+        gp: training points to keep for `predict(x, "gp")`: a number, or `GP(points=…, outputs=…)`.
         output: the key, attribute or index of f in what the network returns, by default a tensor, or its `logits`; or
             `Network(output=…, class_dim=…)`, where `class_dim` is the dimension of f that counts classes.
         processes: those that share the data, each with every `size`-th example from its `rank`.
@@ -230,7 +230,7 @@ def fit_posterior(
     damping = options.structure.damping
     posterior = from_curvature(network, fitted, δ, temperature=temperature, damping=damping, prior=given)
     warn_of_rank(posterior, tuned=False)
-    return posterior if points is None else points.put_into(posterior, loader, progress)
+    return posterior if points is None else points.put_into(posterior)
 
 
 def from_curvature(

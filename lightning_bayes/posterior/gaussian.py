@@ -99,6 +99,7 @@ class Calibration:
     output_temperature: float = 1.0
     probs_temperature: float = 1.0
     variance_factor: float = 1.0
+    df: float = math.inf  # degrees of freedom of a regression's Student-t
 
 
 def _laplace_only(what: str) -> Callable[..., Any]:
@@ -128,7 +129,7 @@ class GaussianPosterior:
     fingerprint: Tensor  # of all weights and buffers of the network
     calibrations: tuple[Calibration, ...] = ()  # at most one for each predictive and link
     shift: Tensor | None = None  # mean − the network's weights, for a refined posterior [P]
-    plans: PlanCache = field(default_factory=PlanCache)
+    plans: PlanCache = field(default_factory=PlanCache)  # mutable, but a cache: it changes no result
     known_novelty: Tensor | None = None  # of held-out inputs, ascending [n]
 
     @property

@@ -219,7 +219,7 @@ def _warn_of_no_decay(moments: dict[str, SecondMoment]) -> None:
 class DecayPrior:
     """The prior precision that weight decay corresponds to; 1 without weight decay."""
 
-    moments: dict[str, SecondMoment]
+    moments: dict[str, SecondMoment]  # the optimizer changes the buffers in place: see `at_curvature`
     scaling: Scaling
     n_over_c: float
 

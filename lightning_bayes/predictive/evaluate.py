@@ -48,11 +48,10 @@ def evaluate(
     """Scores of the predictions on the `(x, y)` batches of `loader`.
 
     Classification: "nll", "acc", "ece", "brier"; regression: "nll", "rmse", "coverage" (of the 95 % interval), all of
-    the Gaussian with the prediction's mean and variance. `ood_loaders`, whose targets are ignored, add how well the
-    `ood_scores` separate their inputs from those of `loader`: "ood_auroc_entropy", "ood_aupr_out_novelty",
-    "ood_fpr95_energy" and so on (see `metrics.OODDetection`). With several, these end in "/dataloader_idx_1",
-    "/dataloader_idx_2", …, as in a Trainer's log. The other arguments are those of `predict`; the seed is the same for
-    each batch.
+    the prediction's Gaussian or Student-t. `ood_loaders`, whose targets are ignored, add how well the `ood_scores`
+    separate their inputs from those of `loader`: "ood_auroc_entropy", "ood_aupr_out_novelty", "ood_fpr95_energy" and so
+    on (see `metrics.OODDetection`). With several, these end in "/dataloader_idx_1", "/dataloader_idx_2", …, as in a
+    Trainer's log. The other arguments are those of `predict`; the seed is the same for each batch.
     """
     instance("predictor", predictor, (GaussianPosterior, DeepEnsemble), "a posterior or a DeepEnsemble")
     check_loader(loader)
@@ -182,7 +181,7 @@ class ScoreTable:
 
 
 class Scores:
-    """NLL, accuracy, ECE and Brier score of probabilities; NLL, RMSE and 95 % coverage of a mean and variance."""
+    """NLL, accuracy, ECE and Brier score of probabilities; NLL, RMSE and 95 % coverage of real targets."""
 
     def __init__(self, device: torch.device, ignore_index: int | None = None) -> None:
         self._device, self._ignore_index = float64_device(device), ignore_index
@@ -235,13 +234,12 @@ class Scores:
         if len(y) == 0:
             return
         y = real_targets(prediction.mean, y)
-        flat = (t.flatten().split(ROWS) for t in (prediction.mean, prediction.variance, y))
-        for part in zip(*flat, strict=True):
-            mean, variance, target = map(in_float64, part)
-            metrics["nll"].update(mean, variance, target)
-            metrics["coverage"].update(mean, variance, target)
-            metrics["rmse"].update(mean, target)
-            self._curve.update(mean, variance, target)
+        law = [prediction.mean, prediction.variance, y, *([] if prediction.df is None else [prediction.df])]
+        for parts in zip(*(t.flatten().split(ROWS) for t in law), strict=True):
+            wide = [in_float64(part) for part in parts]
+            for metric in (metrics["nll"], metrics["coverage"], self._curve):
+                metric.update(*wide)
+            metrics["rmse"].update(wide[0], wide[2])
 
     def _make(self, **kinds: Callable[[], Metric]) -> dict[str, Any]:
         if not self.metrics:

@@ -87,14 +87,10 @@ def predict(
         # A closed form needs samples only to split the variance.
         samples = option.samples if split or link == "mc" else 0
         predictive_ = law.integrate(Integral(likelihood, link, samples, generator))
-        if isinstance(predictive_, ClassPredictive):
-            T = calibration.probs_temperature
-            predictive_ = predictive_ if T == 1 else predictive_.tempered(T)
-        else:
-            s = calibration.variance_factor
-            parts = {"epistemic": s * predictive_.epistemic, "aleatoric": s * predictive_.aleatoric}
-            predictive_ = replace(predictive_, **parts)
-        prediction = replace(Prediction.from_predictive(predictive_), energy=energy)
+        is_class = isinstance(predictive_, ClassPredictive)
+        T = calibration.probs_temperature if is_class else calibration.variance_factor**0.5
+        predictive_ = predictive_ if T == 1 else predictive_.tempered(T)
+        prediction = replace(Prediction.from_predictive(predictive_, calibration.df), energy=energy)
         if differentiable:
             return prediction
         novelty, known = None if score is None else score.value(), posterior.known_novelty

@@ -120,7 +120,7 @@ def exact_pass(
     size = batch_size(loader)  # None: the dataset returns whole batches
     indices = _indices(loader)
     for number in (limit, max_batches):
-        indices = indices[: _limit(number, len(indices), size or 1)]
+        indices = indices[: _examples_within(number, len(indices), size or 1)]
     if not indices:
         raise DataError("the data are empty: at least one example is needed")
     own_indices = indices[processes.rank :: processes.size]
@@ -156,7 +156,7 @@ def count_examples(trainer: Trainer, instead: str = "pass n_data=") -> int:
     if size is None:
         raise DataError(f"the training data cannot be counted, because the dataset gives whole batches: {instead}")
     batches = drawn_batches(trainer)
-    return _count(loader, _indices(loader)[: None if batches is None else size * batches])
+    return _count_elements(loader, _indices(loader)[: None if batches is None else size * batches])
 
 
 def drawn_batches(trainer: Trainer, loader: Any = None) -> int | None:
@@ -271,7 +271,7 @@ def _indices(loader: DataLoader[Any]) -> list[int]:
     return list(range(len(loader.dataset)))  # type: ignore[arg-type]
 
 
-def _count(loader: DataLoader[Any], indices: list[int]) -> int:
+def _count_elements(loader: DataLoader[Any], indices: list[int]) -> int:
     """Count dataset elements, or the labelled nodes if an element is a graph whose nodes have targets."""
     if not indices or "torch_geometric" not in sys.modules:
         return len(indices)
@@ -295,7 +295,7 @@ def _rebuild(loader: DataLoader[Any], indices: list[int], batch_size: int | None
     )
 
 
-def _limit(limit: int | float | None, n: int, size: int) -> int | None:
+def _examples_within(limit: int | float | None, n: int, size: int) -> int | None:
     """The number of examples that a limit allows; an integer limit counts batches, a fraction is a share of them."""
     if limit is None or _is_whole(limit):
         return None

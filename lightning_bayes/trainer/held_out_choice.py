@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_bayes.likelihoods import LikelihoodError
+from lightning_bayes.likelihoods.outputs import sum_per_example
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.network.loaders import ProgressLoader
 from lightning_bayes.network.messages import inform, warn
@@ -155,10 +156,12 @@ def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:
             )
             for score, loss, prediction in zip(scores, losses, predictions, strict=True):
                 score.update(prediction, y_half)
-                mean = prediction.mean if prediction.probs is None else prediction.probs
-                assert mean is not None
-                law = chosen.likelihood.predictive(mean, prediction.epistemic, prediction.aleatoric)
-                loss.append(-chosen.likelihood.predictive_log_likelihood(law, y_half).cpu().double())  # [B]
+                if prediction.probs is None:
+                    log_p = sum_per_example(prediction.log_prob(y_half))
+                else:
+                    law = chosen.likelihood.predictive(prediction.probs, prediction.epistemic, prediction.aleatoric)
+                    log_p = chosen.likelihood.predictive_log_likelihood(law, y_half)
+                loss.append(-log_p.cpu().double())  # [B]
         start += len(y)
     reported = ("nll", "ece", "coverage")
     numbers = [{k: float(v) for k, v in score.compute().items() if k in reported} for score in scores]

@@ -72,37 +72,39 @@ def words(table: Table, *arguments: str) -> None:
 
 def common(table: Table) -> None:
     """What all callbacks have."""
-    table("likelihood", "softmax", "'softmax'", "use one of 'classification', 'binary', 'regression'")
+    shared(table)
     table("likelihood", None, "None", "use one of 'classification'")
     table("likelihood", Gaussian, "use one of 'classification'")
-    words(table, "predictive")
-    table("predictive", None, "unknown predictive None: use one of 'glm'")
-    mappings(table, "predictive", "glm", "samples")
-    table("predictive", GLM(link="logit"), "'logit'", "choose one of", "'probit'", named="link")
     bridge = GLM(link="bridge")
     table("predictive", bridge, "choose one of 'probit', 'pairwise', 'mc'", likelihood="binary", named="link")
     words(table, "calibrate")
     table("calibrate", True, "unknown calibrate True: use one of 'auto', 'outputs', 'probs', None")
-    flags(table, "ood", "plots", "progress")
-    table("seed", -1, "must be a whole number of at least 0, got -1")
-    table("seed", 1.5, "must be a whole number of at least 0, got 1.5")
-    table("seed", None, "must be a whole number of at least 0, got None")
+    flags(table, "progress")
     table("seed", 2**64, "must be less than 2**63")
+    table("network", torch.nn.Linear(1, 1), "must be the dotted name of a submodule", "got Linear")
+    for bad in (3, 0, "", " ", ["a.pt"]):
+        table("save", bad, "must be True, False, None, or the path of a file or folder, got")
+
+
+def shared(table: Table) -> None:
+    """What variational modules have, too."""
+    table("likelihood", "softmax", "'softmax'", "use one of 'classification', 'binary', 'regression'")
+    words(table, "predictive", "predict_step")
+    mappings(table, "predictive", "glm", "samples")
+    table("predictive", GLM(link="logit"), "'logit'", "choose one of", "'probit'", named="link")
+    table("predict_step", None, "unknown predict_step None: use one of 'replace', 'keep', 'both'")
+    flags(table, "ood", "plots")
+    for seed in (-1, 1.5, None):
+        table("seed", seed, f"must be a whole number of at least 0, got {seed}")
     table("network", "", "must be the dotted name of a submodule")
     table("network", {"output": 2.5}, "must be a key, an attribute's name or an index, got 2.5", named="output")
     table("network", {"class_dim": 0}, "class_dim=0 is the dimension of the examples", named="class_dim")
-    table("network", {"ouput": 1}, "network has no argument 'ouput'", error=TypeError)
-    table("network", torch.nn.Linear(1, 1), "must be the dotted name of a submodule", "got Linear")
-    table("name", "", "must be a word", "got ''")
+    table("network", {"ouput": 1}, "network has no argument 'ouput'")
+    for name in ("", None, 3):
+        table("name", name, "must be a word", f"got {name!r}")
     table("name", "map", "'map' is the name of the plain network's own scores")
-    table("name", "a/b", "must not contain a slash, got 'a/b'")
-    table("name", "a\\b", "must not contain a slash")
-    table("name", None, "must be a word", "got None")
-    table("name", 3, "must be a word", "got 3")
-    words(table, "predict_step")
-    table("predict_step", None, "unknown predict_step None: use one of 'replace', 'keep', 'both'")
-    for bad in (3, 0, "", " ", ["a.pt"]):
-        table("save", bad, "must be True, False, None, or the path of a file or folder, got")
+    for name in ("a/b", "a\\b"):
+        table("name", name, "must not contain a slash")
 
 
 def subsets(table: Table) -> None:
@@ -196,24 +198,12 @@ for _groups in ("layers", "normalised"):
     _tuning = Tuning("marglik", groups=_groups)
     _damped = Kron(damping="glm")
     laplace("tune", _tuning, "takes one prior precision for all layers", structure=_damped, named="damping")
-laplace(
-    "tune",
-    Tuning("linear", iterate=True),
-    "HeteroscedasticGaussian",
-    "use tune='marglik'",
-    likelihood=HeteroscedasticGaussian(),
-)
+_linear, _heteroscedastic = Tuning("linear", iterate=True), HeteroscedasticGaussian()
+laplace("tune", _linear, "HeteroscedasticGaussian", "use tune='marglik'", likelihood=_heteroscedastic)
 laplace("prior_precision", None, "must be a number or a vector of numbers, got None")
 laplace("weights", None, "unknown weights None: use one of 'both', 'last', 'best'")
 loaders(laplace)
-laplace(
-    "data",
-    iter([1]),
-    "structure='ekfac' takes several passes over the data",
-    "iterator",
-    structure="ekfac",
-    named=False,
-)
+laplace("data", iter([1]), "structure='ekfac' takes several passes", "iterator", structure="ekfac", named=False)
 laplace("structure", "ekfac", "no EKFAC form", subset=Subnetwork(3), error=SubsetError, named=False)
 for _tune in ("mackay", "linear"):
     for _damping in ("glm", "ritter"):

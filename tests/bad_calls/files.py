@@ -129,13 +129,8 @@ checkpoints.anything_goes("member_weights", "a table of its own: DeepEnsemble")
 
 save = Table("save", lambda t, **given: t.diagonal.save(**given), GaussianPosterior.save, named=False)
 save("path", Of(lambda t: t.folder, "a folder"), "which is a folder: name a file in it", error=OSError)
-save(
-    "path",
-    Of(lambda t: t.folder / "no" / "a.pt", "nowhere"),
-    "there is no folder",
-    "create it first",
-    error=OSError,
-)
+_no_folder = Of(lambda t: t.folder / "no" / "a.pt", "nowhere")
+save("path", _no_folder, "there is no folder", "create it first", error=OSError)
 save("path", None, "path must be a file's path or URL, got None")
 save("path", 3, "path must be a file's path or URL, got 3")
 

@@ -1,6 +1,5 @@
-"""Fitting: the arguments of `fit_laplace`, `fit_curvature` and `fit_l2m`, and of the callbacks' own calls."""
+"""Fitting: the arguments of `fit_laplace` and `fit_l2m`, and of the callbacks' own calls."""
 
-from inspect import signature
 from typing import Any
 
 import lightning as L
@@ -13,26 +12,17 @@ from bad_calls.callbacks import counts, flags, other_priors, positives, prior_me
 from bad_calls.cases import OUTPUT, LitNet, Of, Table, Things, mlp
 from bad_calls.networks import LitAutoEncoder, X, Y, fit
 from lightning_bayes import GP, Categorical, Gaussian, Kron, LaplaceCallback, Network, Prior, Subnetwork, fit_laplace
-from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.network import SubsetError
 from lightning_bayes.posterior import OptimizerError, fit_l2m
 
-laplace = Table("fit_laplace", fit, [*signature(fit_laplace).parameters, *signature(fit_curvature).parameters])
+laplace = Table("fit_laplace", fit, fit_laplace)
 structures(laplace)
 laplace("likelihood", "gauss", "likelihood='gauss' is not known; use one of 'classification'", error=LikelihoodError)
 laplace("likelihood", Categorical, "use one of 'classification'", error=LikelihoodError)
 laplace("likelihood", 3, "likelihood=3 is not known", error=LikelihoodError)
-laplace(
-    "structure", "ekfac", "takes several passes over the data, but the loader is an iterator", loader=iter([(X, Y)])
-)
-laplace(
-    "structure",
-    "ekfac",
-    "no EKFAC form: use structure='full' or 'diag'",
-    subset=Subnetwork(3),
-    error=SubsetError,
-)
+laplace("structure", "ekfac", "takes several passes over the data, but the loader is an iterator", loader=iter([]))
+laplace("structure", "ekfac", "no EKFAC form: use structure='full' or", subset=Subnetwork(3), error=SubsetError)
 _damped = Kron(damping="glm")
 laplace("structure", _damped, "takes one prior precision for all layers", prior_precision=[1.0, 2.0], named="damping")
 laplace("structure", "lowrank", "the loader is an iterator", loader=iter([(X, Y)]), named="loader")
@@ -54,16 +44,8 @@ laplace("processes", 2, "must be Processes(rank, size), got 2")
 
 counts(laplace, "gp")
 laplace("prior", Of(lambda t: t.classifier, "all"), "gp= belongs to a prior with independent weights", gp=3)
-laplace(
-    "gp",
-    10**5,
-    "the kernel between 100000 points with 3 outputs is too large",
-    "GP(points=6688) or fewer",
-    named="points",
-)
+laplace("gp", 10**5, "the kernel between 100000 points with 3 outputs is too large", "or fewer", named="points")
 laplace("gp", GP(10**4, outputs="joint"), "GP(points=3861) or fewer, or outputs='independent'", named="points")
-for _argument in ("first_example", "dry_run"):
-    laplace.anything_goes(_argument, "of fit_curvature, with rows in its table")
 for _argument in ("network", "loader", "probe"):
     laplace.anything_goes(_argument, "a table of its own: networks")
 
@@ -91,25 +73,6 @@ for _row in OUTPUT:
 laplace("output", "logits", "output='logits' names no tensor in what the network returned, a Tensor")
 laplace("output", 1, "output=1 names no tensor in what the network returned, a Tensor")
 laplace("output", Network(class_dim=5), "class_dim=5 is no dimension of outputs of shape", named="class_dim")
-
-curvature = Table(
-    "fit_curvature",
-    lambda t, **given: fit_curvature(**{"network": t.net(), "loader": [(X, Y)], **given}),
-    fit_curvature,
-)
-structures(curvature)
-curvature("network", 3, "must be an nn.Module that maps x to f, got 3")
-curvature("loader", None, "must be an iterable of (x, y) batches")
-curvature("likelihood", "gauss", "is not known")
-curvature("subset", "last-layer", "unknown subset 'last-layer'")
-curvature("seed", -1, "must be a whole number of at least 0")
-flags(curvature, "progress", "dry_run")
-for _bad in (-1, 2.5, "ten", True):
-    curvature("first_example", _bad, f"must be a whole number of at least 0, got {_bad!r}")
-curvature("processes", (0, 1), "must be Processes(rank, size), got (0, 1)")
-for _row in OUTPUT:
-    curvature(*_row)
-curvature("probe", 3, "must hold a tensor with a batch dimension", named=False)
 
 # -- the second moment -----------------------------------------------------------------------------------------------
 
@@ -173,12 +136,7 @@ now("trainer", "gpu", "trainer must be a Trainer or None, got 'gpu'")
 now("module", "net", "module must be a LightningModule, got 'net'")
 now("module", Of(lambda t: mlp(), "Sequential"), "module must be a LightningModule", "Sequential")
 now("module", Of(lambda t: LitAutoEncoder(), "LitAutoEncoder"), "LitAutoEncoder has no forward", "network=")
-now(
-    "module",
-    Of(lambda t: LitNet(), "network='nett'"),
-    "no submodule 'nett' (network=); its submodules are: net",
-    network="nett",
-)
+now("module", LitNet(), "no submodule 'nett' (network=); its submodules are: net", network="nett")
 now("dataloader", None, "dataloader must be an iterable of batches", "got None")
 now("dataloader", TensorDataset(X, Y), "dataloader is a TensorDataset", "DataLoader(dataset, batch_size=")
 now("dataloader", [], "there are 0 training dataloaders")
@@ -216,6 +174,7 @@ def _trained(t: Things, module: Any = None, **given: Any) -> Any:
 
 
 _unused: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+TRAINER = Of(lambda t: L.Trainer(**_unused), "Trainer")
 PLAIN, OWN_DATA = Of(lambda t: t.net(), "Sequential"), Of(lambda t: OwnData(), "OwnData")
 trained = Table("fit", _trained, lightning_bayes.fit, named=False)
 trained("module", "net", "module must be a LightningModule, an nn.Module or a Trainer, got 'net'")
@@ -223,48 +182,28 @@ trained("module", "last_week.ckpt", "got 'last_week.ckpt'", "YourModule.load_fro
 trained("module", LitNet, "module must be a LightningModule, an nn.Module or a Trainer, got the class LitNet")
 trained("module", L.LightningDataModule(), "the data come second, fit(module, datamodule)", datamodule=LitNet())
 trained("module", DataLoader(TensorDataset(X, Y), 4), "the data come second", datamodule=LitNet())
-trained("module", Of(lambda t: L.Trainer(**_unused), "Trainer"), "has not run with a module", "trainer=trainer")
+trained("module", TRAINER, "has not run with a module", "trainer=trainer")
 trained("module", Of(lambda t: LitAutoEncoder(), "LitAutoEncoder"), "LitAutoEncoder has no forward", "network=")
-trained(
-    "datamodule", None, "there are no training data: pass a data module or a DataLoader", "give LitNet a train_data"
-)
-trained(
-    "datamodule", None, "a plain network comes without data", "fit(network, loader)", module=Of(lambda t: t.net(), "")
-)
+trained("datamodule", None, "there are no training data: pass a data module or a DataLoader", "give LitNet a train_")
+trained("datamodule", None, "a plain network comes without data", "fit(network, loader)", module=PLAIN)
 trained("datamodule", 3, "datamodule must be an iterable of training batches", "got 3")
 trained("datamodule", LitNet(), "datamodule must be an iterable of training batches", "got LitNet")
 trained("datamodule", TensorDataset(X, Y), "datamodule is a TensorDataset", "DataLoader(dataset, batch_size=")
 trained("datamodule", L.LightningDataModule(), "LightningDataModule has no train_dataloader", "pass a data module or")
-trained("datamodule", Of(lambda t: L.Trainer(**_unused), "Trainer"), "got a Trainer: pass it as trainer=")
+trained("datamodule", TRAINER, "got a Trainer: pass it as trainer=")
 trained("datamodule", DataLoader(TensorDataset(X[:0], Y[:0])), "the data are empty")
 trained("val_dataloader", 3, "val_dataloader must be an iterable of batches", "got 3")
 trained("val_dataloader", None, "tune='grid' needs validation data", tune="grid")
 trained("likelihood", "softmax", "'softmax'", "use one of 'classification', 'binary', 'regression'")
 trained("trainer", "gpu", "trainer must be a Trainer or None, got 'gpu'")
 trained("trainer", L.LightningDataModule(), "trainer must be a Trainer or None")
-trained(
-    "trainer",
-    Of(lambda t: L.Trainer(**_unused), "another Trainer"),
-    "two Trainers were given",
-    module=Of(lambda t: L.Trainer(**_unused), "Trainer"),
-)
+trained("trainer", TRAINER, "two Trainers were given", module=TRAINER)
 trained("struktur", "kron", "fit has no argument 'struktur'", "did you mean 'structure'?", error=TypeError)
 trained("structure", "kfca", "unknown structure 'kfca': use one of 'auto'")
-trained(
-    "data",
-    "clean",
-    "data='clean' is no method or attribute of",
-    module=Of(lambda t: OwnData(), "OwnData"),
-    datamodule=None,
-)
+trained("data", "clean", "data='clean'", "method or attribute of", module=OWN_DATA, datamodule=None)
 trained("data", "clean", "data= takes the place of a loader of training batches: pass one of the two")
 trained("save", "posterior.pt", "save= needs a Trainer", "posterior.save(path)")
-trained(
-    "trainer",
-    Of(lambda t: L.Trainer(**_unused), "Trainer"),
-    "needs a LightningModule, which Sequential is not",
-    module=PLAIN,
-)
+trained("trainer", TRAINER, "needs a LightningModule, which Sequential is not", module=PLAIN)
 
 
-FITTING = [laplace, curvature, l2m, now, evaluating, trained]
+FITTING = [laplace, l2m, now, evaluating, trained]

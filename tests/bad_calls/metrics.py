@@ -88,6 +88,12 @@ SETTINGS: dict[str, list[tuple[Any, str]]] = {
         ("wide", "must be a number, got 'wide'"),
         (math.nan, "must be a number, got nan"),
     ],
+    "df": [
+        (2.0, "more than 2, or the variance is infinite; got 2"),
+        (torch.tensor([3.0, math.nan]), "more than 2"),
+        (torch.full((3,), 5.0), "must be a number, or have the mean's shape [2]"),
+        ("heavy", "must be a tensor, got 'heavy'"),
+    ],
     "ignore_index": [(1.5, "must be a whole number, got 1.5"), ("pad", "must be a whole number, got 'pad'")],
     "resolution": [],
     "score_range": [],
@@ -110,6 +116,8 @@ def _of_update(name: str, made: dict[str, Any], given: dict[str, torch.Tensor]) 
     for argument in given:
         table(argument, Of(lambda t, a=argument: given[a].numpy(), "numpy"), "must be a tensor, got a ndarray")
         table(argument, [0.5, 0.5], "must be a tensor, got [0.5, 0.5]")
+    for bad, words in SETTINGS["df"] if "df" in signature(kind.update).parameters else []:
+        table("df", bad, words)
     table.error = MetricInputError
     return table
 
@@ -166,11 +174,7 @@ SHARES: dict[str, list[tuple[Any, str]]] = {
         (2, "strictly between"),
         ("low", "must be a number, got 'low'"),
     ],
-    "delta": [
-        (1.0, "strictly between 0 and 1, got 1.0"),
-        (True, "must be a number, got True"),
-        (-0.1, "strictly between"),
-    ],
+    "delta": [(1.0, "strictly between 0 and 1, got 1.0"), (True, "must be a number"), (-0.1, "strictly between")],
     "coverage": [(0.0, "must be positive"), (1.1, "between 0 and 1, got 1.1"), (math.nan, "must be a number, got nan")],
 }
 for _name, _share, _given in (

@@ -7,10 +7,10 @@ import lightning as L
 import torch
 from torch import nn
 
-from bad_calls.callbacks import FLAG, POSITIVE, counts, flags, mappings
+from bad_calls.callbacks import FLAG, POSITIVE, counts, shared, words
 from bad_calls.cases import LitNet as Lit
 from bad_calls.cases import Of, Table
-from lightning_bayes import GLM, LogSigmaMultiplierMixin, VariationalInferenceMixin, VariationalLaplaceMixin
+from lightning_bayes import LogSigmaMultiplierMixin, VariationalInferenceMixin, VariationalLaplaceMixin
 from lightning_bayes.mixins import VariationalOptions, replace_activations, warn_piecewise_linear
 
 
@@ -28,7 +28,7 @@ def _options(kind: type, unused: tuple[str, ...]) -> Table:
         lambda t, **given: kind(variational=given),
         [f.name for f in fields(VariationalOptions) if f.name not in ("save", "calibrate", "progress", *unused)],
     )
-    table("likelihood", "softmax", "use one of 'classification', 'binary', 'regression'")
+    shared(table)
     table("likelihood", {"name": "Poisson"}, "'Poisson' cannot be loaded from a file")
     for bad in (0.0, -1.0, math.nan, math.inf, "one", True, None):
         table("beta", bad, f"{POSITIVE}, got {bad!r}")
@@ -38,30 +38,14 @@ def _options(kind: type, unused: tuple[str, ...]) -> Table:
     table("prior_std", {"head": 1.0, "*": 1.0}, "no parameter matches the pattern 'head'")
     table("prior_std", {"*": -2.0}, "got -2.0")
     counts(table, "n_data")
-    table("network", "", "must be the dotted name of a submodule")
-    table("network", {"output": 2.5}, "must be a key, an attribute's name or an index, got 2.5", named="output")
-    table("network", {"class_dim": 0}, "class_dim=0 is the dimension of the examples", named="class_dim")
-    table("network", {"ouput": 1}, "network has no argument 'ouput'")
     table("network", 3, "must be the dotted name of a submodule, got 3")
     table("network", "nett", "has no submodule 'nett'", "its submodules are: net")
     table("deterministic", ["nett"], "no parameter matches the pattern 'nett'")
     table("deterministic", ["*"], "every weight is deterministic")
     table("deterministic", 3, "must be a list of name patterns, got 3")
     table("deterministic", [3], "must be a list of name patterns, got [3]")
-    for argument in ("loss", "predictive"):
-        table(argument, "kfca", f"unknown {argument} 'kfca': use one of '")
-        table(argument, 3, f"unknown {argument} 3: use one of '")
+    words(table, "loss")
     table("predictive", "gp", "keeps no training points for predictive='gp': use LaplaceCallback")
-    mappings(table, "predictive", "glm", "samples")
-    table("predict_step", "gp", "unknown predict_step 'gp': use one of 'replace', 'keep', 'both'")
-    table("predict_step", None, "unknown predict_step None")
-    table("seed", -1, "must be a whole number of at least 0, got -1")
-    table("seed", 0.5, "must be a whole number of at least 0, got 0.5")
-    table("name", "", "must be a word")
-    table("name", "map", "'map' is the name of the plain network's own scores")
-    table("name", "v/l", "must not contain a slash")
-    table("predictive", GLM(link="logit"), "link='logit'; choose one of 'probit', 'pairwise'", named="link")
-    flags(table, "ood", "plots")
     return table
 
 

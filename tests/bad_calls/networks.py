@@ -6,16 +6,16 @@ from typing import Any
 
 import lightning as L
 import torch
+from helpers.networks import Wired
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from bad_calls.cases import Of, Table, Things, mlp
-from lightning_bayes import Bernoulli, Gaussian, HeteroscedasticGaussian, fit_laplace
+from lightning_bayes import fit_laplace
 from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.network import DataError, SubsetError
 
 X, Y = torch.linspace(-1, 1, 12).reshape(4, 3), torch.tensor([0, 1, 2, 0])
-R = X.clone()  # real targets in the shape of the outputs
 
 
 def fit(t: Things, **given: Any) -> Any:
@@ -27,19 +27,6 @@ laplace = Table("fit_laplace of", fit, ["network", "loader", "probe", "likelihoo
 NETWORKS = [laplace]
 
 # -- networks --------------------------------------------------------------------------------------------------------
-
-
-class Wired(nn.Module):
-    """A `forward` of one line."""
-
-    def __init__(self, forward: Any, **parts: Any) -> None:
-        super().__init__()
-        self._forward = forward
-        for name, part in ({"head": nn.Linear(3, 3)} | parts).items():
-            setattr(self, name, part)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(self, *args, **kwargs)
 
 
 class LitAutoEncoder(L.LightningModule):
@@ -62,7 +49,7 @@ class Nothing(nn.Module):
 
 
 def wired(forward: Any, what: str, **parts: Any) -> Of:
-    return Of(lambda t: Wired(forward, **parts), what)
+    return Of(lambda t: Wired(forward, **{"head": nn.Linear(3, 3)} | parts), what)
 
 
 def _overwrites(s: Any, x: Tensor) -> Tensor:
@@ -114,24 +101,13 @@ laplace("network", wired(lambda s, x: s.head(x["ids"]), "dict"), "Wired cannot b
 laplace("network", wired(_overwrites, "overwrites", body=nn.Linear(3, 3)), "head.weight: the layer's input was over")
 laplace("network", wired(lambda s, x: s.head(x - x.mean(0)), "centred"), "depends on another example of the batch")
 laplace("network", wired(lambda s, x: s.head(x) + torch.rand(()), "random"), "depends on another example")
-laplace(
-    "network",
-    Of(lambda t: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)), "batch norm"),
-    "depends on another example",
-    "(1: batch norm without running statistics)",
-)
+_norm = Of(lambda t: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)), "batch norm")
+laplace("network", _norm, "depends on another example", "(1: batch norm without running statistics)")
 laplace("network", Of(lambda t: _broken(math.nan), "NaN weights"), "output is not finite; its weights or activations")
-laplace(
-    "network",
-    wired(lambda s, x: s.head(x) if len(x) < 4 else s.head(s.head(x)), "path"),
-    "depends on another example of the batch",
-)
-laplace(
-    "network",
-    wired(lambda s, x: x * s.scale, "no layer", scale=nn.Parameter(torch.ones(3))),
-    "found no last layer",
-    subset="last_layer",
-)
+_path = wired(lambda s, x: s.head(x) if len(x) < 4 else s.head(s.head(x)), "path")
+laplace("network", _path, "depends on another example of the batch")
+_no_layer = wired(lambda s, x: x * s.scale, "no layer", scale=nn.Parameter(torch.ones(3)))
+laplace("network", _no_layer, "found no last layer", subset="last_layer")
 
 # -- loaders and batches ---------------------------------------------------------------------------------------------
 
@@ -161,11 +137,8 @@ laplace("loader", X, "loader must be an iterable of (x, y) batches", "Tensor of 
 laplace("loader", Data(), "loader must be an iterable of (x, y) batches", "Data", **DATA)
 laplace("loader", TensorDataset(X, Y), "loader is a TensorDataset", "DataLoader(dataset, batch_size=", **DATA)
 laplace("loader", OfExamples(), "loader is a OfExamples", "DataLoader(dataset, batch_size=", **DATA)
-laplace(
-    "loader",
-    Of(lambda t: DataLoader(TensorDataset(X, Y), batch_size=None), "examples"),
-    "Sequential cannot be run on an input of shape [2]",
-)
+_examples = DataLoader(TensorDataset(X, Y), batch_size=None)
+laplace("loader", _examples, "Sequential cannot be run on an input of shape [2]")
 laplace("loader", {"train": ((X, Y),)}, "pair (x, y), but the loader gave a str", **DATA)
 laplace("loader", (X, Y), "pair (x, y), but the loader gave a Tensor", **DATA)
 laplace("loader", [], "the loader is empty: pass at least one batch", **DATA)
@@ -194,32 +167,10 @@ BATCHES: dict[str, tuple[Any, str]] = {
     "NaN": ((X.masked_fill(X > 0, math.nan), Y), "batch 0: the network's output is not finite; its input has NaN"),
     "infinite": ((X.masked_fill(X > 0, math.inf), Y), "is not finite"),
     "fewer targets": ((X, Y[:3]), "needs targets of shape [4]"),
-    "column of targets": ((X, Y[:, None]), "needs targets of shape [4]"),
-    "scalar target": ((X, Y[0]), "needs targets of shape [4]"),
-    "too large a class": ((X, Y + 1), "target 3, but the network has 3 outputs"),
-    "negative class": ((X, Y - 1), "target -1, but the network has 3 outputs"),
-    "real classes": ((X, Y.float()), "integer class indices as targets, got torch.float32"),
-    "one-hot": ((X, torch.eye(4)[:, :3]), "y.argmax(1) for one-hot"),
-    "several labels": ((X, torch.ones(4, 3)), "likelihood='binary' if an example may have several labels"),
-    "several labels as integers": ((X, torch.ones(4, 3).long()), "likelihood='binary' if an example may have several"),
-    "boolean classes": ((X, Y > 0), "integer class indices as targets, got torch.bool"),
 }
 for _what, (_batch, _words) in BATCHES.items():
     laplace("loader", Of(lambda t, batch=_batch: [batch], _what), _words)
 
-TARGETS: dict[str, tuple[Any, Tensor, str]] = {
-    "integers": (Gaussian(), Y, "Gaussian needs floating-point targets, got torch.int64"),
-    "complex": (Gaussian(), R.to(torch.complex64), "Gaussian needs floating-point targets, got torch.complex64"),
-    "broadcasting": (Gaussian(), R[:, :1], "Gaussian needs targets of shape [4, 3]"),
-    "flat": (Gaussian(), R[:, 0], "Gaussian needs targets of shape [4, 3]"),
-    "NaN": (Gaussian(), R.masked_fill(R[1, 1] == R, math.nan), "Gaussian got the target nan"),
-    "infinite": (Gaussian(), R.masked_fill(R[1, 1] == R, math.inf), "Gaussian got the target inf"),
-    "not 0 or 1": (Bernoulli(), R, "Bernoulli needs targets that are 0 or 1"),
-    "other noise": (Gaussian(torch.ones(2)), R, "each of 2 outputs"),
-    "odd outputs": (HeteroscedasticGaussian(), R, "even number of channels"),
-}
-for _what, (_likelihood, _y, _words) in TARGETS.items():
-    laplace("loader", Of(lambda t, y=_y: [(X, y)], f"{_what} targets"), _words, likelihood=_likelihood)
 laplace("network", Of(lambda t: mlp(3, 1), "one logit"), "at least two classes", "Bernoulli", error=LikelihoodError)
 laplace("likelihood", "binary", "Bernoulli needs targets of shape [4, 3]", named=False)
 laplace("probe", "abc", "must hold a tensor with a batch dimension")

@@ -1,6 +1,7 @@
 """A posterior in use: predictions, samples, priors, tuning, evaluation, ensembles, autoencoders."""
 
 import math
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -10,14 +11,14 @@ from torch.utils.data import TensorDataset
 from torchmetrics import MeanSquaredError
 
 from bad_calls.callbacks import counts, flags, mappings, positives, words
-from bad_calls.cases import Of, Table, Things, mlp
+from bad_calls.cases import KINDS, Of, Table, Things, mlp
 from lightning_bayes import GLM, DeepEnsemble, GaussianPosterior, Kron, LaplacePosterior, Tuning, fit_laplace
 from lightning_bayes.network import Processes
 from lightning_bayes.posterior import PosteriorError, PriorError
-from lightning_bayes.predictive import decode, sample_functions
+from lightning_bayes.predictive import decode
 from lightning_bayes.predictive.auto import tune_auto
 from lightning_bayes.predictive.evaluate import evaluate
-from lightning_bayes.predictive.held_out import Scoring, grid
+from lightning_bayes.predictive.held_out import grid
 
 GENERATOR = "must be a torch.Generator, such as torch.Generator().manual_seed(0), got"
 
@@ -74,15 +75,24 @@ def _scoring(table: Table) -> None:
     table("seed", None, "must be a whole number of at least 0, got None")
 
 
-def _checked(scoring: Scoring, t: Things) -> None:
-    scoring.check(t.classifier.likelihood)
+def _method(of: str, name: str, error: Any = KINDS, **given: Callable[[Things], Any]) -> Table:
+    """A method of one of the shared posteriors, with these arguments."""
+
+    def call(t: Things, **bad: Any) -> Any:
+        return getattr(getattr(t, of), name)(**{**{key: make(t) for key, make in given.items()}, **bad})
+
+    return Table(name, call, getattr(LaplacePosterior, name), error=error)
 
 
-def _predict(t: Things, **given: Any) -> Any:
-    return t.classifier.predict(**{"x": t.x, **given})
+def _x(t: Things) -> Any:
+    return t.x
 
 
-predict = Table("predict", _predict, GaussianPosterior.predict)
+def _batches(t: Things) -> Any:
+    return t.batches
+
+
+predict = _method("classifier", "predict", x=_x)
 _inputs(predict)
 _drawing(predict)
 flags(predict, "calibrated", "differentiable", "split")
@@ -103,7 +113,9 @@ for _predictive in ("bnn", "map"):
     predict("generator", 42, GENERATOR, predictive=_predictive)
     _inputs(predict, predictive=_predictive)
 
-gradients_off = Table("gradients off", torch.no_grad()(_predict), ["differentiable"])
+gradients_off = Table(
+    "gradients off", torch.no_grad()(lambda t, **given: t.classifier.predict(**{"x": t.x, **given})), ["differentiable"]
+)
 gradients_off("differentiable", True, "gradients are off (torch.no_grad(), torch.inference_mode())", x=_gradient)
 
 moved = Table(
@@ -119,18 +131,14 @@ moved("change", _half, "not those the posterior was fitted to")
 _grown = Of(lambda t: lambda net: net.append(nn.Linear(3, 3)), "another layer")
 moved("change", _grown, "not those the posterior was fitted to")
 
-functional = Table(
-    "functional", lambda t, **given: t.classifier.functional(**{"x": t.x, **given}), GaussianPosterior.functional
-)
+functional = _method("classifier", "functional", x=_x)
 _inputs(functional)
 flags(functional, "joint", "differentiable")
 functional("differentiable", 3, "must be True or False, got 3")
 functional("differentiable", True, "no tensor of x requires one: call x.requires_grad_()")
 functional("differentiable", True, "must hold a tensor with a batch dimension", x=None, named=False)
 
-sample_function = Table(
-    "sample_function", lambda t, **given: t.classifier.sample_function(**given), GaussianPosterior.sample_function
-)
+sample_function = _method("classifier", "sample_function")
 _drawing(sample_function, "n")
 words(sample_function, "predictive")
 for _predictive in ("map", "gp", None):
@@ -143,36 +151,20 @@ drawn = Table(
 _inputs(drawn)
 _inputs(drawn, predictive="bnn")
 
-sample = Table("sample", lambda t, **given: t.classifier.sample(**given), GaussianPosterior.sample)
+sample = _method("classifier", "sample")
 _drawing(sample, "n")
 
-on_device = Table("GaussianPosterior.to", lambda t, **given: t.classifier.to(**given), GaussianPosterior.to)
+on_device = _method("classifier", "to")
 for _device in ("gpu", "cuda:99", None, 3, torch.float64):
     on_device("device", _device, "must be one of this machine's, such as 'cpu', got")
 
-draw = Table(
-    "sample_functions",
-    lambda t, **given: sample_functions(t.classifier, **{"x": t.x, "n": 2, **given}),
-    [name for name in signature(sample_functions).parameters if name != "posterior"],
-)
-_drawing(draw, "n")
-_inputs(draw)
-flags(draw, "linearised", "differentiable")
-draw("differentiable", True, "no tensor of x requires one: call x.requires_grad_()")
-
-density = Table("log_prob", lambda t, **given: t.classifier.log_prob(**given), GaussianPosterior.log_prob)
+density = _method("classifier", "log_prob")
 for _bad in (None, "mean", 3.0, torch.tensor(1.0), torch.zeros(30), torch.zeros(2, 30), torch.zeros(31, 1)):
     density("theta", _bad, "must be weight vectors [..., 31], one number for each weight of the posterior, got")
 
 NUMBERS = "must be a number or a vector of numbers, got"
-with_prior = Table(
-    "with_prior", lambda t, **given: t.classifier.with_prior(**given), LaplacePosterior.with_prior, error=PriorError
-)
-evidence = Table(
-    "log_marginal_likelihood",
-    lambda t, **given: t.regressor.log_marginal_likelihood(**given),
-    LaplacePosterior.log_marginal_likelihood,
-)
+with_prior = _method("classifier", "with_prior", error=PriorError)
+evidence = _method("regressor", "log_marginal_likelihood")
 for _table in (with_prior, evidence):
     for _bad in (0.0, -1.0, math.nan, math.inf):
         _table("prior_precision", _bad, f"must be positive and finite, got {_bad:g}")
@@ -181,20 +173,14 @@ for _table in (with_prior, evidence):
     _table("prior_precision", [1.0, 2.0, 3.0], "each of the 2 layers")
 with_prior("prior_precision", 1e300, "must be positive and finite, got inf")  # in float32
 with_prior("prior_precision", None, f"{NUMBERS} None")
-with_prior(
-    "prior_precision",
-    Of(lambda t: torch.rand(31) + 1, "[31]"),
-    "0.weight",
-    "whole layer",
-    named=False,
-    error=ValueError,
-)
+_each = Of(lambda t: torch.rand(31) + 1, "[31]")
+with_prior("prior_precision", _each, "0.weight", "whole layer", named=False, error=ValueError)
 
 words(evidence, "at")
 evidence("at", None, "unknown at None: use one of 'weights', 'optimum'")
 
 NOISE = "Gaussian needs a positive, finite noise_std"
-with_noise = Table("with_noise", lambda t, **given: t.regressor.with_noise(**given), LaplacePosterior.with_noise)
+with_noise = _method("regressor", "with_noise")
 for _table in (with_noise, evidence):
     for _bad in (0.0, -1.0, math.nan, math.inf):
         _table("noise_std", _bad, NOISE)
@@ -220,17 +206,13 @@ update("probe", 3, "must hold a tensor with a batch dimension", named=False)
 not_growing = Table("update of", lambda t, posterior: posterior.update(t.batches), ["posterior"], named=False)
 not_growing("posterior", Of(lambda t: t.classifier, "kron"), "updatable=True")
 not_growing("posterior", Of(lambda t: t.moved(lambda n: n[0].weight.data.mul_(2)), "moved"), "fitted to")
-penalty = Table("penalty", lambda t, **given: t.classifier.penalty(**given), GaussianPosterior.penalty)
+penalty = _method("classifier", "penalty")
 penalty("network", 3, "must be an nn.Module", "got 3")
 penalty("network", torch.nn.Linear(3, 3), "belongs to another network", "0.weight", named=False)
 
 # -- tuning ----------------------------------------------------------------------------------------------------------
 
-tune = Table(
-    "tune_prior",
-    lambda t, **given: t.regressor.tune_prior(**{"method": "marglik", **given}),
-    LaplacePosterior.tune_prior,
-)
+tune = _method("regressor", "tune_prior", method=lambda t: "marglik")
 for _bad in ("cross-validation", 3):
     _known = "use one of 'auto', 'marglik', 'mackay', 'linear', 'grid'"
     tune("method", _bad, f"unknown method {_bad!r}: {_known}")
@@ -257,32 +239,21 @@ iterating("loader", Of(lambda t: [t.x], "bare tensors"), "pair (x, y), but the l
 flags(iterating, "progress")
 iterating("processes", 2, "must be Processes(rank, size), got 2")
 iterating("fisher", "optimum", "is for one process: use fisher='weights'", processes=Processes(0, 2))
-_damped = Table(
-    "tune_prior of damping",
-    lambda t, **given: t.damped.tune_prior(**{"method": "marglik", **given}),
-    ["method"],
-    named=False,
-)
+_damped = Table("tune_prior of damping", lambda t, method, **given: t.damped.tune_prior(method, **given), ["method"])
+_damped.named = False
 _damped("method", "mackay", "without damping")
 _damped("method", "linear", "without damping")
 _damped("method", Tuning("linear", iterate=True), "without damping", loader=Of(lambda t: t.batches, "data"))
 _damped("method", Tuning("marglik", groups="layers"), "takes one prior precision for all layers")
 grids = Table(
     "tune_prior('grid')",
-    lambda t, metric=None, **given: t.regressor.tune_prior(
-        Tuning("grid", metric=metric), **{"loader": t.real_batches, **given}
+    lambda t, metric=None, **given: t.classifier.tune_prior(
+        Tuning("grid", metric=metric), **{"loader": t.batches, **given}
     ),
     [name for name in signature(grid).parameters if name not in ("posterior", "tuning")],
 )
 grids("loader", None, "needs validation data: pass loader=, or use 'marglik'")
-grids("loader", [], "the held-out data are empty", named=False)
-grids("loader", 3, "must be an iterable of (x, y) batches", "got 3")
-grids("loader", Of(lambda t: TensorDataset(t.x, t.r), "dataset"), "is a TensorDataset", "DataLoader(dataset")
-grids("loader", Of(lambda t: [t.x], "bare tensors"), "pair (x, y), but the loader gave a Tensor", named=False)
-grids("loader", Of(lambda t: [(t.x, t.r.numpy())], "numpy"), "targets of a batch must be a tensor", named=False)
-grids("loader", Of(lambda t: [(t.x, t.y)], "classes"), "Gaussian needs floating-point targets", named=False)
-grids("loader", Of(lambda t: [(t.x, t.r[:, :1])], "[5, 1]"), "Gaussian needs targets of shape [5, 2]", named=False)
-grids("loader", Of(lambda t: [(t.x.double(), t.r)], "double"), "torch.float64", named=False)
+_loaders(grids, "the held-out data are empty")
 grids("metric", "nll", "must be a torchmetrics metric, or None, got 'nll'")
 grids("metric", torch.nn.functional.mse_loss, "must be a torchmetrics metric, or None")
 grids("metric", MeanSquaredError, "must be a torchmetrics metric, or None")
@@ -293,14 +264,8 @@ autos = Table(
     lambda t, **given: t.classifier.tune_prior("auto", **{"loader": t.batches, **given}),
     [name for name in signature(tune_auto).parameters if name not in ("posterior", "tuning")],
 )
-calibration = Table(
-    "calibrate",
-    lambda t, **given: t.classifier.calibrate(**{"loader": t.batches, **given}),
-    GaussianPosterior.calibrate,
-)
-refinement = Table(
-    "refine", lambda t, **given: t.classifier.refine(**{"loader": t.batches, **given}), LaplacePosterior.refine
-)
+calibration = _method("classifier", "calibrate", loader=_batches)
+refinement = _method("classifier", "refine", loader=_batches)
 words(refinement, "method")
 counts(refinement, "samples")
 refinement("passes", 1, "must be a whole number of at least 2, got 1")
@@ -321,16 +286,7 @@ calibration("of", None, "unknown of None: use one of 'outputs', 'probs'")
 words(autos, "calibrate")
 autos("calibrate", "variance", "unknown calibrate 'variance': use one of 'auto', 'outputs', 'probs', None")
 autos("predictive", GLM(link="logit"), "link='logit'; choose one of 'probit'", loader=None, named="link")
-scoring = Table("Scoring", lambda t, **given: _checked(Scoring(**given), t), Scoring)
-scoring("seed", -1, "must be a whole number of at least 0, got -1")
-scoring("predictive", GLM(link="logit"), "link='logit'; choose one of 'probit', 'pairwise'", named="link")
-words(scoring, "of")
-
-with_data = Table(
-    "with_log_likelihood",
-    lambda t, **given: t.regressor.with_log_likelihood(**given),
-    LaplacePosterior.with_log_likelihood,
-)
+with_data = _method("regressor", "with_log_likelihood")
 with_data("loader", None, "must be an iterable of (x, y) batches")
 with_data("loader", [], "the loader is empty")
 with_data("loader", Of(lambda t: [(t.x[:3], t.r[:3])], "fewer"), "holds 3 examples, but the posterior was fitted to 5")
@@ -412,7 +368,7 @@ mixture_density = Table(
 _of_classes = Table("density of classes", lambda t, y: _ensemble(t).log_prob(t.x, y), ["y"], named=False)
 _of_classes("y", Of(lambda t: t.y, "classes"), "density of real targets; for classes take the log of predict(x).probs")
 mixture_density("y", None, "must be a tensor of targets, got None")
-mixture_density("y", Of(lambda t: t.r[:, :1], "[5, 1]"), "needs targets of shape [5, 2]", named=False)
+mixture_density("y", Of(lambda t: t.r[:, :1], "[5, 1]"), "need real targets of shape [5, 2]", named=False)
 mixture_density("x", Of(lambda t: t.x.double(), "double"), "torch.float64", named=False)
 _drawing(mixture_density)
 words(mixture_density, "predictive")
@@ -446,9 +402,9 @@ parts("posterior", Of(lambda t: t.classifier, "Sequential"), "has no submodule '
 
 USING = [
     *(predict, gradients_off, moved, functional, sample, sample_function, drawn),
-    *(on_device, draw, density, with_prior, evidence, with_noise, classes),
+    *(on_device, density, with_prior, evidence, with_noise, classes),
     *(update, not_growing, penalty, refinement),
-    *(tune, iterating, _damped, grids, autos, calibration, scoring, with_data, variational),
+    *(tune, iterating, _damped, grids, autos, calibration, with_data, variational),
     *(scores, ensemble, mixture, mixture_density, _of_classes),
     *(*AUTOENCODING, decoding, parts),
 ]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from benchmarks.practice import datasets, tasks, training, unknown
 from benchmarks.practice.setups import PUBLIC, UNKNOWN, Training
 from lightning_bayes import fit_laplace
+from lightning_bayes.metrics.functional import ood_detection
 
 SETUP = replace(UNKNOWN[0], training=Training("cnn-bn", steps=60))  # digits
 
@@ -43,10 +45,40 @@ def test_neighbours_and_distances_are_those_of_each_input(last: tuple[unknown.La
     precision = torch.linalg.pinv(torch.cov(within.T), hermitian=True)
     for n, row in enumerate(a):
         cosines = torch.stack([row @ other / (row.norm() * other.norm()) for other in seen])
-        assert float(scores["20th neighbour, cosine"][n]) == pytest.approx(-float(cosines.sort().values[-20]), rel=1e-5)
+        assert float(scores[unknown.KNN][n]) == pytest.approx(-float(cosines.sort().values[-20]), rel=1e-5)
         distances = [(row - seen[task.train.y == c].mean(0)) for c in range(8)]
         nearest = min(float(d @ precision @ d) for d in distances)
-        assert float(scores["Mahalanobis, nearest class"][n]) == pytest.approx(nearest, rel=1e-3)
+        assert float(scores[unknown.MAHALANOBIS][n]) == pytest.approx(nearest, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_pytorch_ood(last: tuple[unknown.LastLayer, tasks.Task]) -> None:
+    detectors = pytest.importorskip("pytorch_ood.detector", reason="pytorch-ood is not installed: pip install it")
+    (layer, task), head = last, last[0].head
+    x = torch.cat([task.test.x, task.unknown["held-out classes"]])
+    a, scores = layer.features(x), layer.scores(x)
+    f, weight, bias = (t.detach() for t in (head(a), head.weight, head.bias))
+    by_logits = {
+        "entropy": detectors.Entropy,
+        "maximum probability": detectors.MaxSoftmax,
+        "maximum logit": detectors.MaxLogit,
+        "energy": detectors.EnergyBased,
+    }
+    for name, detector in by_logits.items():
+        torch.testing.assert_close(scores[name], detector.score(f), msg=lambda m, name=name: f"{name}: {m}")
+
+    def of(detector: Any) -> Tensor:
+        return detector.fit_features(layer.seen, task.train.y).predict_features(a).double()
+
+    distances = of(detectors.KNN(None, k=20, normalize=True))
+    torch.testing.assert_close(2 + 2 * scores[unknown.KNN].double(), distances.square(), rtol=1e-4, atol=1e-5)
+    virtual = of(detectors.ViM(None, layer.seen.shape[1] // 2, weight, bias))
+    torch.testing.assert_close(scores[unknown.VIM].double(), virtual, rtol=1e-3, atol=1e-3)
+    is_ood = torch.arange(len(x)) >= len(task.test)  # its covariance is regularised
+    ours, theirs = (
+        float(ood_detection(s, is_ood)["auroc"]) for s in (scores[unknown.MAHALANOBIS], of(detectors.Mahalanobis(None)))
+    )
+    assert ours == pytest.approx(theirs, abs=0.02)
 
 
 def test_tables_follow_from_the_rows(folder: Path) -> None:

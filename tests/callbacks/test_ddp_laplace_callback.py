@@ -3,17 +3,25 @@
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from callback_cases import FEATURES, Classifier, draw, labelled, laplace
+from callback_cases import FEATURES, Classifier, Regressor, draw, labelled, laplace, measured
 from helpers.processes import Peer, alone_and_together
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from lightning_bayes import BNN, GLM, GP, GaussianPosterior, Prior, Tuning, fit_laplace
 from lightning_bayes.network import Processes
@@ -26,11 +34,10 @@ pytestmark = [
 X = draw(5, FEATURES, seed=9).double()
 CURVATURES = ("ggn", "empirical_fisher", "fisher_mc")
 STRUCTURES = ("diag", "full", "ekfac", "lowrank")
-SELECTIONS = ("random", "leverage")
 PRIORS = ("prior", "prior_mean")
-NAMES = (*CURVATURES, *STRUCTURES, *SELECTIONS, *PRIORS)
+NAMES = (*CURVATURES, *STRUCTURES, "points", *PRIORS)
 BATCH = 4
-OTHERS = ("one_example", "iterated", "evaluation", "stream", "best")
+OTHERS = ("one_example", "iterated", "regression", "evaluation", "stream", "best")
 LOADERS = ("plain", "shuffled", "drop_last", "subset", "limited")
 
 
@@ -59,6 +66,11 @@ class Still(Classifier):
         return torch.optim.SGD(self.parameters(), 0.0)
 
 
+class StillRegressor(Regressor):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(labelled(11))
@@ -82,7 +94,7 @@ def callbacks(**arguments: Any) -> list[Any]:
     return [
         *(laplace(name=word, curvature=word, **arguments) for word in CURVATURES),
         *(laplace(name=word, structure=word, **arguments) for word in STRUCTURES),
-        *(laplace(name=word, predictive=GP(points=4, selection=word), **arguments) for word in SELECTIONS),
+        laplace(name="points", predictive=GP(points=4), **arguments),
         *(laplace(name=word, tune=None, prior=priors[word], **arguments) for word in PRIORS),
     ]
 
@@ -143,6 +155,20 @@ class Scenarios:
             callback = laplace(tune=Tuning("linear", groups="normalised", iterate=True, passes=8), calibrate=None)
             self.trainer(callback).fit(Still(), DataLoader(labelled(n), BATCH, shuffle=True))
             self.keep(f"iterated {n}", callback.posterior)
+
+    def regression(self) -> None:
+        """Prior, noise and tails by the evidence and heavy-tailed validation data, for each structure."""
+        x, y = measured(60, 4).tensors
+        held_out = DataLoader(TensorDataset(x, y + draw(60, 2, seed=6) ** 5), BATCH)
+        for structure, precision in product(("full", "kron"), ("64-true", "32-true")):
+            callback = laplace(likelihood="regression", structure=structure)
+            trainer = self.trainer(callback, precision=precision)
+            trainer.fit(StillRegressor(), DataLoader(measured(37), BATCH, shuffle=True), held_out)
+            found = callback.posterior
+            (calibration,) = found.calibrations
+            assert calibration.df < 50
+            numbers = torch.stack([found.prior_precision, torch.as_tensor(found.likelihood.noise_std)])
+            self.results.setdefault("regression", {})[f"{structure}, {precision}"] = (numbers, calibration.df)
 
     def evaluation(self) -> None:
         """Test loaders that DDP pads, out-of-distribution data, pictures, predictions, checkpoints, a tuned grid."""
@@ -262,10 +288,9 @@ def test_every_process_has_the_posterior_of_one_alone(world: Any, name: str) -> 
             same(rank[key], alone[key], key)
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
-def test_every_process_keeps_the_training_points_of_one_alone(world: Any, selection: str) -> None:
+def test_every_process_keeps_the_training_points_of_one_alone(world: Any) -> None:
     alone, ranks, _ = world
-    keys = [key for key in alone if key.endswith(f"/{selection}")]
+    keys = [key for key in alone if key.endswith("/points")]
     assert len(keys) >= 3
     for key in keys:
         expected = alone[key]["points"]
@@ -293,6 +318,17 @@ def test_the_iterated_evidence_adds_up_the_passes_of_all(world: Any) -> None:
         assert alone[key]["prior"][1] == alone[key]["prior"][2] != alone[key]["prior"][0]
         for rank in ranks:
             same(rank[key], alone[key], key)
+
+
+def test_a_regression_gets_the_prior_noise_and_tails_of_one_process(world: Any) -> None:
+    alone, ranks, _ = world
+    skip_without("regression", alone)
+    for rank in ranks:
+        for key, (numbers, df) in alone["regression"].items():
+            torch.testing.assert_close(
+                rank["regression"][key][0], numbers, rtol=1e-6, atol=0, msg=lambda m, k=key: k + m
+            )
+            assert rank["regression"][key][1] == df
 
 
 def test_fewer_examples_than_processes(world: Any) -> None:

@@ -277,35 +277,24 @@ def matches(callback: L2MCallback, model: Any, fit: Any, c: float, likelihood: A
     torch.testing.assert_close(callback.posterior.prior_precision.item(), N * 0.1 / c, rtol=1e-6, atol=0)
 
 
-def test_regression_on_the_mean_squared_error(tmp_path: Path) -> None:
-    """c = 2σ²/C, with C = 2 counted in the batch."""
-    callback = l2m(likelihood=Gaussian(0.3))
-    model, fit = fitted(tmp_path, callback, Fits(F.mse_loss), DataLoader(wide(measured(N)), BATCH))
-    matches(callback, model, fit, 2 * 0.3**2 / 2, Gaussian(0.3), harmonic())
+X_OF, Y_OF = wide(measured(N)).tensors  # type: ignore[attr-defined]
+BINARY, FIRST = F.binary_cross_entropy_with_logits, lambda f, y: F.mse_loss(f[:, 0], y)
+# A likelihood, the module's loss, its outputs, the data, and the `c` that torch's mean over all targets has.
+LOSSES: dict[str, tuple[Any, Any, int, Any, float]] = {
+    "two targets": (Gaussian(0.3), F.mse_loss, 2, TensorDataset(X_OF, Y_OF), 2 * 0.3**2 / 2),
+    "no dimension of outputs": (Gaussian(1.0), FIRST, 1, TensorDataset(X_OF, Y_OF[:, 0]), 2.0),
+    "an autoencoder": (Gaussian(0.5), F.mse_loss, FEATURES, X_OF, 2 * 0.5**2 / FEATURES),
+    "several labels": (Bernoulli(), BINARY, 2, TensorDataset(X_OF, (X_OF[:, :2] > 0).double()), 1 / 2),
+}
 
 
-def test_one_output_without_a_dimension_of_its_own(tmp_path: Path) -> None:
-    x, y = wide(measured(N)).tensors  # type: ignore[attr-defined]
-    data = DataLoader(TensorDataset(x, y[:, 0]), BATCH)
-    callback = l2m(likelihood="regression")
-    model, fit = fitted(tmp_path, callback, Fits(lambda f, t: F.mse_loss(f[:, 0], t), outputs=1), data)
-    matches(callback, model, fit, 2.0, Gaussian(1.0), harmonic())
-
-
-def test_an_autoencoder_whose_batch_is_its_target(tmp_path: Path) -> None:
-    x = draw(N, FEATURES, seed=3).double()
-    callback = l2m(likelihood=Gaussian(0.5))
-    model, fit = fitted(tmp_path, callback, Fits(F.mse_loss, outputs=FEATURES), DataLoader(x, BATCH))  # type: ignore[arg-type]
-    matches(callback, model, fit, 2 * 0.5**2 / FEATURES, Gaussian(0.5), harmonic())
-
-
-def test_several_labels_of_an_example_are_averaged_by_torchs_loss(tmp_path: Path) -> None:
-    x = draw(N, FEATURES, seed=3).double()
-    y = (x[:, :2] > 0).double()
-    callback = l2m(likelihood="binary")
-    loss = F.binary_cross_entropy_with_logits
-    model, fit = fitted(tmp_path, callback, Fits(loss), DataLoader(TensorDataset(x, y), BATCH))
-    matches(callback, model, fit, 1 / 2, Bernoulli(), harmonic())
+@pytest.mark.parametrize(("likelihood", "loss", "outputs", "data", "c"), LOSSES.values(), ids=LOSSES)
+def test_the_scale_of_torchs_losses_is_counted_in_the_batch(
+    tmp_path: Path, likelihood: Any, loss: Any, outputs: int, data: Any, c: float
+) -> None:
+    callback = l2m(likelihood=likelihood)
+    model, fit = fitted(tmp_path, callback, Fits(loss, outputs), DataLoader(data, BATCH))
+    matches(callback, model, fit, c, likelihood, harmonic())
 
 
 def test_a_given_scale_needs_no_pair_of_x_and_y(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""What comes after the fit: other callbacks, exceptions, checkpoints and resumed runs."""
+"""What comes after the fit: exceptions, checkpoints and resumed runs."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from callback_cases import draw, labelled, laplace, trainer
+from callback_cases import labelled, trainer
 from helpers.training import SaveAt
 from l2m_cases import Net, adam, fitted, l2m, loader, wide
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from lightning_bayes import GaussianPosterior, L2MCallback, LaplaceCallback
 
-X = draw(5, 4, seed=9).double()
 HELD_OUT = DataLoader(wide(labelled(11, 5)), batch_size=4)
 
 
@@ -27,46 +26,6 @@ def same(found: Any, expected: Any) -> None:
         (found.precision.diagonal(), expected.precision.diagonal()),
     ):
         assert torch.equal(mine, other)
-
-
-# -- scores and predictions --------------------------------------------------------------------------------------------
-
-
-def test_a_laplace_callback_beside_it_scores_as_alone(tmp_path: Path) -> None:
-    alone: dict[str, float] = {}
-    for callback in (laplace(structure="diag", tune=None), l2m()):
-        model, fit = fitted(tmp_path, callback)  # type: ignore[arg-type]
-        alone |= fit.test(model, HELD_OUT, verbose=False)[0]
-    both = [laplace(structure="diag", tune=None), l2m()]
-    model, fit = fitted(tmp_path, both[1], callbacks=both)  # type: ignore[arg-type]
-    (together,) = fit.test(model, HELD_OUT, verbose=False)
-    assert together == pytest.approx(alone, rel=1e-9)
-    assert {"test_nll_map", "test_nll_laplace", "test_nll_l2m"} <= together.keys()
-    assert fit.predict(model, HELD_OUT)[0].keys() == {"laplace", "l2m"}
-
-
-def test_after_an_exception_everything_is_as_it_was(tmp_path: Path) -> None:
-    class Fails(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            if self.fail:
-                raise RuntimeError("no forward")
-            return super().forward(x)
-
-        fail = False
-
-    callback = l2m()
-    model, fit = fitted(tmp_path, callback, Fails(torch.optim.Adam, weight_decay=0.1))
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    model.train()
-    model.fail = True
-    for call in (fit.predict, fit.test):
-        with pytest.raises(RuntimeError, match="no forward"):
-            call(model, HELD_OUT)
-        assert "predict_step" not in model.__dict__
-        assert all(p.requires_grad for p in model.parameters())
-        assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
-    model.fail = False
-    assert callback.posterior.predict(X).probs is not None
 
 
 def test_an_exception_in_training_leaves_no_posterior_of_an_earlier_one(tmp_path: Path) -> None:

@@ -322,16 +322,6 @@ def test_training_that_ends_in_the_burn_in_says_so(tmp_path: Path) -> None:
     assert callback.posterior.prior_precision.tolist() == [0.5, 3.0]  # type: ignore[attr-defined]
 
 
-def test_validate_and_predict_use_the_posterior(tmp_path: Path) -> None:
-    callback, model = marginal(), Net()
-    model, fit = trained(tmp_path, model, callback)
-    numbers = fit.validate(model, loader(), verbose=False)[0]
-    assert {"val_nll_map", "val_nll_marglik", "val_ece_marglik"} <= set(numbers)
-    predictions: Any = fit.predict(model, loader())
-    x = classes().tensors[0]
-    torch.testing.assert_close(torch.cat([p.probs for p in predictions]), callback.posterior.predict(x).probs)
-
-
 def test_a_module_with_batch_norm_and_dropout(tmp_path: Path) -> None:
     """The statistics of batch norms are kept as well."""
 

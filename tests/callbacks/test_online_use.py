@@ -111,11 +111,6 @@ def test_weights_outside_of_the_subset_are_not_sampled(tmp_path: Path, kind: str
         same(run.model.encoder[2].weight, model.encoder[2].weight.double())
 
 
-def test_a_wrong_name_of_the_network_is_an_error_before_training(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="Autoencoder has no submodule 'net'"):
-        trainer(tmp_path, online(network="net")).fit(Autoencoder(), Given(vectors()))
-
-
 def one_logit() -> Lit:
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0))
     loss = lambda f, y: F.binary_cross_entropy_with_logits(f, y.to(f))  # noqa: E731

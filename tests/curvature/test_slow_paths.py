@@ -41,7 +41,7 @@ def test_a_backward_pass_that_cannot_be_batched(caplog: pytest.LogCaptureFixture
     example = case(custom(Numpy))
     with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         for _ in range(2):
-            H = fit_curvature(example.network, example.loader(2, 2), structure="full").structure.to_dense()
+            H = example.fit("full", 2, 2).structure.to_dense()
     (message,) = messages(caplog)
     assert "with Numpy" in message
     torch.testing.assert_close(H, oracles.ggn(example), **TIGHT)
@@ -112,7 +112,7 @@ def test_out_of_memory_in_a_batched_backward_pass(raiser: Callable[..., Any], mo
     example, op = case(nn.Linear(3, 3).double()), make_op(torch.Tensor.tanh)
     monkeypatch.setattr(torch.autograd, "grad", only_batched(raiser))
     with pytest.raises(RuntimeError, match=r"out of memory|can't allocate"):
-        fit_curvature(example.network, example.loader())
+        example.fit("kron")
     with pytest.raises(RuntimeError, match=r"out of memory|can't allocate"):
         op.pull_many([real(5, 2, 3)], op.tracked)
 
@@ -121,7 +121,7 @@ def test_out_of_memory_in_vmap(raiser: Callable[..., Any], monkeypatch: pytest.M
     example = case(Wired(lambda s, x: x * s.scale.exp(), scale=nn.Parameter(torch.rand(3, dtype=torch.float64))))
     monkeypatch.setattr("lightning_bayes.jacobian.gradients.vmap", raiser)
     with pytest.raises(RuntimeError, match=r"out of memory|can't allocate"):
-        fit_curvature(example.network, example.loader())
+        example.fit("kron")
 
 
 @pytest.mark.parametrize("place", ["jvp", "torch.autograd.grad"])

@@ -179,7 +179,6 @@ def test_conformal() -> None:
     assert torch.equal(names["sets"], names["conformal"].predict(names["x_new"]))
 
 
-@pytest.mark.filterwarnings("ignore:refinement stopped after 200 passes")
 def test_predictions(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_page(DOCS / "predictions.md")
     assert said_on("predictions", r"print\(prediction\)  # (.*)") == [capsys.readouterr().out.strip()]

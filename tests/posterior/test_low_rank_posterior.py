@@ -12,7 +12,6 @@ from posterior_cases import case as made_case
 from torch import nn
 
 from lightning_bayes import (
-    GP,
     Categorical,
     Gaussian,
     GaussianPosterior,
@@ -142,10 +141,8 @@ def test_few_weights_cap_the_rank_and_a_subnetwork_has_one() -> None:
     assert fitted("classification", LowRank(rank=10**6)).curvature.structure.to_dense().shape == (52, 52)
 
 
-@pytest.mark.parametrize("selection", ["random", "leverage"])
-def test_training_points_are_kept_in_the_first_pass_alone(selection: str) -> None:
-    words: dict[str, Any] = {"gp": GP(points=6, selection=selection)}
-    low, full = (fitted("classification", structure, **words) for structure in ("lowrank", "full"))
+def test_training_points_are_kept_in_the_first_pass_alone() -> None:
+    low, full = (fitted("classification", structure, gp=6) for structure in ("lowrank", "full"))
     assert low.points is not None
     assert full.points is not None
     assert torch.equal(low.points.index, full.points.index)

@@ -202,7 +202,6 @@ def test_data_that_want_no_prior_are_named_in_a_warning() -> None:
         torch.testing.assert_close(tuned.prior_precision, torch.tensor(1e-8).double())
 
 
-@pytest.mark.filterwarnings("ignore:MacKay's fixed point still moves")  # towards no noise at all
 @pytest.mark.parametrize("structure", FITTED)
 @pytest.mark.parametrize("method", ["marglik", "mackay"])
 @pytest.mark.filterwarnings("ignore:MacKay's fixed point still moves")

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.recipes import PNG, RECIPES
 
-ROOT = Path(__file__).parents[2]
+ROOT = RECIPES.parent
 MADE_FROM = {
     "quickstart": "quickstart",
     "choosing_a_method": "choosing",
     "unknown_inputs_and_rejection": "rejection",
     "autoencoders": "online_laplace",
 }
-PNG = b"\x89PNG\r\n\x1a\n"
 each_notebook = pytest.mark.parametrize("title", MADE_FROM)
 
 

@@ -1,4 +1,4 @@
-"""Every callback and mixin on a module that knows nothing of the package: by hand, by YAML, on one process and two."""
+"""Every callback and mixin on a module that knows nothing of the package: by hand, by YAML, on two processes."""
 
 import ast
 import csv
@@ -14,13 +14,12 @@ from unittest.mock import patch
 import lightning as L
 import pytest
 import torch
-from helpers.processes import environment, free_port
-from helpers.programs import Program
+from helpers.processes import environment
+from helpers.recipes import RECIPES, recipe_imports
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_bayes
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 PROGRAM = RECIPES / "plug_in.py"
 CONFIGS = sorted((RECIPES / "configs").glob("*.yaml"))
 SHORT = ["--trainer.max_epochs=4", "--data.n_train=100", "--data.batch_size=10"]  # as `--fast` has it
@@ -37,16 +36,11 @@ pytestmark = [
 
 @pytest.fixture
 def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(RECIPES))
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     monkeypatch.setattr("sys.argv", ["program"])  # LightningCLI compares it with the given args
     monkeypatch.chdir(tmp_path)
-    before = set(sys.modules)
-    with torch.random.fork_rng(devices=[]):
+    with recipe_imports(), torch.random.fork_rng(devices=[]):
         yield importlib.import_module("plug_in")
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(RECIPES)):
-            del sys.modules[name]
 
 
 def own_callbacks(cli: LightningCLI) -> list[L.Callback]:
@@ -120,10 +114,6 @@ def keep(trainings: Any, *names: str) -> Any:
 
 # -- two processes -----------------------------------------------------------------------------------------------------
 
-SAME_SAMPLE = {"online_laplace", "autoencoder"}  # draw a network on each process, unless they are told not to
-DRAWS = {"variational_laplace", "variational_inference"}  # labels or weights, each process its own
-SMALL_BATCHES = {"l2m"}  # needs them, and with them the order of the data matters
-
 
 def csv_logger(folder: Path) -> list[str]:
     return ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={folder}", *SILENT[1:]]
@@ -136,69 +126,13 @@ def scores_of_test(folder: Path) -> dict[str, float]:
     return {key: float(cell) for key, cell in row.items() if cell and key.startswith("test_")}
 
 
-def on_two_processes(folder: Path, *words: str) -> None:
-    """As `torchrun` would start them, but as forks of a process that has imported Lightning."""
-    shared = environment(RECIPES, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), NODE_RANK="0")
-    words = (str(PROGRAM), *words, *TWO)
-    processes = [Program(*words, env={**shared, "LOCAL_RANK": str(rank)}, cwd=folder) for rank in range(2)]
-    try:
-        said = [process.communicate(timeout=300) for process in processes]
-        assert [process.returncode for process in processes] == [0, 0], said
-    finally:
-        for process in processes:
-            process.kill()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_two_processes_with_half_the_batch_each_end_where_one_does(config: Path, plug_in: Any, tmp_path: Path) -> None:
-    """All data are in each step, so that their order does not matter."""
-    words = ["fit", "--config", str(config), "--trainer.max_epochs=25", "--data.n_train=100"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    words += ["--trainer.callbacks.same_sample=true"] if config.stem in SAME_SAMPLE else []
-    size = 10 if config.stem in SMALL_BATCHES else 100
-    plug_in.command_line([*words, f"--data.batch_size={size}", *csv_logger(one)])
-    on_two_processes(tmp_path, *words, f"--data.batch_size={size // 2}", *csv_logger(two))
-    alone, together = scores_of_test(one), scores_of_test(two)
-    assert alone.keys() == together.keys()
-    nll = [key for key in alone if key.startswith("test_nll_")]
-    assert len(nll) >= 2
-    if config.stem in DRAWS | SMALL_BATCHES:
-        assert all(together[key] == pytest.approx(alone[key], abs=0.15) for key in nll)
-    else:
-        assert all(together[key] == pytest.approx(alone[key], rel=2e-3) for key in nll)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", ["laplace", "last_layer"])
-def test_given_weights_have_the_same_posterior_on_one_process_and_on_two(
-    config: str, plug_in: Any, tmp_path: Path
-) -> None:
-    """A training that has ended without a callback is resumed with one: nothing is left to train."""
-    words = ["fit", "--config", str(RECIPES / "configs" / f"{config}.yaml"), *SHORT, "--data.n_train=101"]
-    plug_in.command_line([*words, "--trainer.callbacks=null", *csv_logger(tmp_path / "plain")])
-    (checkpoint,) = (tmp_path / "plain").rglob("*.ckpt")
-    words.append(f"--ckpt_path={checkpoint}")
-    plug_in.command_line([*words, *csv_logger(tmp_path / "one")])
-    on_two_processes(tmp_path, *words, *csv_logger(tmp_path / "two"))
-    alone, together = scores_of_test(tmp_path / "one"), scores_of_test(tmp_path / "two")
-    alone.pop("test_loss"), together.pop("test_loss")  # Lightning's own mean counts padded examples twice
-    assert together == pytest.approx(alone, rel=1e-5)
-    assert alone[f"test_nll_{config}"] != pytest.approx(alone["test_nll_map"], rel=1e-3)
-
-
 @pytest.mark.slow
 def test_as_a_user_types_it(tmp_path: Path) -> None:
     """Lightning starts the second process, in both programs; a test of the checkpoint gives the fit's numbers again."""
 
     def type_in(*words: str) -> None:
-        subprocess.run(
-            [sys.executable, str(PROGRAM), *words],
-            cwd=tmp_path,
-            env=environment(RECIPES.parent),
-            check=True,
-            timeout=300,
-        )
+        how: Any = {"cwd": tmp_path, "env": environment(RECIPES.parent), "check": True, "timeout": 300}
+        subprocess.run([sys.executable, str(PROGRAM), *words], **how)
 
     config = ["--config", str(RECIPES / "configs" / "laplace.yaml"), *SHORT]
     type_in("fit", *config, *TWO, *csv_logger(tmp_path / "fit"))

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.recipes import rows_without_time
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -49,13 +51,9 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]
 # -- options ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_asked_for_is_in_the_run(begin: Callable[..., Run], tmp_path: Path) -> None:
-    run = begin("--data", "images", "--seed", "3", "--output", str(tmp_path / "results"))
-    assert (run.data, run.seed, run.fast, run.output) == (Path("images"), 3, False, tmp_path / "results")
-    assert run.settings == Settings()
-
-
-def test_the_data_folder_is_that_of_the_environment(begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_asked_for_is_in_the_run(begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begin("--data", "images", "--seed", "3", "--output", "results")
+    assert (run.data, run.seed, run.fast, run.output) == (Path("images"), 3, False, Path("results"))
     assert begin().data == Path("data")
     monkeypatch.setenv(program.VARIABLE, "elsewhere")
     assert begin().data == Path("elsewhere")
@@ -82,23 +80,15 @@ def test_options_of_a_recipe_are_no_settings(begin: Callable[..., Run]) -> None:
     assert begin("--part", "second", more=add).options.part == "second"  # in the same folder
 
 
-def test_fast_is_there_without_scales(begin: Callable[..., Run]) -> None:
-    assert begin("--fast", scales=None).fast
-    assert begin("--fast", scales=None).settings is None
-
-
 def test_no_two_seeds_share_a_repetition(begin: Callable[..., Run]) -> None:
     repetitions = [begin("--seed", str(seed)).seeds(3) for seed in range(3)]
     assert [number for seeds in repetitions for number in seeds] == list(range(9))
 
 
-def test_two_scales_and_a_shortened_option_are_refused(
-    begin: Callable[..., Run], capsys: pytest.CaptureFixture[str]
-) -> None:
-    for arguments in (["--fast", "--paper"], ["--out", "here"]):
-        with pytest.raises(SystemExit):
-            begin(*arguments)
-    assert "not allowed with argument --fast" in capsys.readouterr().err
+@pytest.mark.parametrize("arguments", [["--fast", "--paper"], ["--out", "here"]], ids=["two scales", "shortened"])
+def test_ambiguous_options_are_refused(arguments: list[str], begin: Callable[..., Run]) -> None:
+    with pytest.raises(SystemExit):
+        begin(*arguments)
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------
@@ -109,13 +99,8 @@ def test_settings_and_versions_are_beside_the_results(begin: Callable[..., Run])
     settings = json.loads((run.output / "settings.json").read_text(encoding="utf-8"))
     assert settings["recipe"] == "example"
     assert (settings["scale"], settings["seed"]) == ("fast", 2)
-    assert settings["settings"] == {
-        "epochs": 2,
-        "rate": 0.5,
-        "sizes": [50, 50],
-        "is_tied": False,
-        "images": "digits",
-    }
+    expected = {"epochs": 2, "rate": 0.5, "sizes": [50, 50], "is_tied": False, "images": "digits"}
+    assert settings["settings"] == expected
     (made_by,) = settings["made_by"]
     assert made_by["versions"]["python"] == platform.python_version()
     for package in ("torch", "lightning", "numpy"):
@@ -133,8 +118,7 @@ def test_the_command_has_no_folders_of_this_machine(
     run = begin("--data", "/secret", "--fast", f"--output={tmp_path / 'private'}", "--seed", "1", name=name)
     settings = (run.output / "settings.json").read_text(encoding="utf-8")
     assert json.loads(settings)["made_by"][0]["command"] == f"{command} --fast --seed 1"
-    assert "secret" not in settings
-    assert "private" not in settings
+    assert not re.search("secret|private", settings)
 
 
 def test_a_second_run_says_that_it_goes_on(begin: Callable[..., Run], capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,11 +145,8 @@ def test_results_of_other_settings_are_not_touched(
     run = begin("--output", str(folder))
     run.once("step", lambda: 1)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match=re.escape(f"another run ({difference}): pass another folder with --output")):
         begin("--output", str(folder), *arguments)
-    assert str(ended.value) == (
-        f"{folder} holds results of another run ({difference}): pass another folder with --output, or delete this one"
-    )
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
@@ -185,12 +166,9 @@ def test_other_processes_of_a_run_write_nothing(begin: Callable[..., Run], monke
 
 def test_missing_data_is_one_sentence_with_both_ways_out(tmp_path: Path) -> None:
     path = tmp_path / "images.npz"
-    with pytest.raises(SystemExit) as ended:
+    both = "put images.npz there, or pass another folder with --data or LIGHTNING_BAYES_DATA"
+    with pytest.raises(SystemExit, match=f"The data set is not in {tmp_path}: {both}$"):
         require(path, "The data set")
-    assert str(ended.value) == (
-        f"The data set is not in {tmp_path}: put images.npz there, or pass another folder with --data or "
-        "LIGHTNING_BAYES_DATA"
-    )
     path.touch()
     assert require(path, "The data set") == path
 
@@ -214,7 +192,7 @@ def work(run: Run, calls: list[str], breaks_at: str | None = None) -> list[dict[
     for seed, step in enumerate(("1", "2.0", "three", "4/5")):
         trained = run.once(step, train, step, seed)
         run.collect("scores", step, score, step, trained["weights"])
-    return [{k: v for k, v in row.items() if k != "cpu_seconds"} for row in run.rows("scores")]
+    return rows_without_time(run.output / "scores.csv")
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(begin: Callable[..., Run], tmp_path: Path) -> None:

@@ -2,17 +2,16 @@
 
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.programs import run_program
+from helpers.recipes import RECIPES, assert_picture
 
 from recipes.program import read_rows
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.py"
-PNG = b"\x89PNG\r\n\x1a\n"
+QUICKSTART = RECIPES / "quickstart.py"
 METHODS = ["MAP", "MAP + temperature", "Laplace", "ensemble of 5"]
 COLUMNS = ["NLL", "accuracy", "ECE", "AUROC 8 and 9", "AUROC letters"]
 Table = dict[str, dict[str, float]]
@@ -22,9 +21,7 @@ Table = dict[str, dict[str, float]]
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What the program prints, and the folder it was run in."""
     folder = tmp_path_factory.mktemp("quickstart")
-    done = subprocess.run(
-        [sys.executable, str(QUICKSTART)], cwd=folder, capture_output=True, text=True, encoding="utf-8", timeout=300
-    )
+    done = run_program(str(QUICKSTART), cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout, folder
 
@@ -73,9 +70,7 @@ def test_it_writes_its_results_where_it_says_and_nowhere_else(run: tuple[str, Pa
     assert str(output.relative_to(folder)) in printed
     assert {path.relative_to(folder).parts[0] for path in folder.rglob("*")} == {"outputs"}
     for name in ("reliability.png", "ood.png"):
-        content = (output / name).read_bytes()
-        assert content.startswith(PNG)
-        assert len(content) > 10_000
+        assert_picture(output / name)
     state = torch.load(output / "posterior_0.pt", weights_only=True)
     assert state["n_data"] == 800
 

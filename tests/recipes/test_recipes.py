@@ -2,33 +2,29 @@
 
 import ast
 import importlib
-import io
 import json
-import logging
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.recipes import PNG, RECIPES, recipe_imports, run_main
+from torch import nn
 
 import lightning_bayes
 from lightning_bayes import GaussianPosterior
 from recipes.program import read_rows
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 FILES = sorted(RECIPES.glob("*.py"))
 PROGRAMS = [path.stem for path in FILES if "__main__" in path.read_text(encoding="utf-8")]
 # Lines; what all share is one file, because it is imported by scripts beside it and by `recipes.papers` alike.
 LONGEST = {path.name: 350 if path.name == "program.py" else 110 for path in FILES}
 PUBLIC = {"lightning_bayes": set(lightning_bayes.__all__) | {"likelihoods", "metrics", "plots"}}
-PNG = b"\x89PNG\r\n\x1a\n"
 DATA = {  # the option that needs data, and the first file of them
     "banana": ("--paper", "banana.npz"),
     "regression_1d": ("--snelson", "train_inputs"),
@@ -54,9 +50,9 @@ def test_a_recipe_imports_public_names_alone(path: Path) -> None:
         if isinstance(node, ast.Import):
             assert not [alias.name for alias in node.names if alias.name.startswith("lightning_bayes.")]
         if isinstance(node, ast.ImportFrom):
-            module = node.module or ""
+            module, names = node.module or "", {alias.name for alias in node.names}
             assert not module.startswith(("lightning_bayes.", "recipes")), module
-            assert {alias.name for alias in node.names} <= PUBLIC.get(module, {alias.name for alias in node.names})
+            assert names <= PUBLIC.get(module, names)
         if isinstance(node, ast.Attribute):
             assert not re.match("_[a-z]", node.attr), f"{path.name}:{node.lineno}: {node.attr} is private"
 
@@ -99,29 +95,11 @@ def call(name: str, *arguments: str) -> str:
     if name == "lora":
         pytest.importorskip("transformers", reason="Hugging Face models are the extra `real`")
         pytest.importorskip("peft", reason="LoRA adapters are the extra `real`")
-    modules, printed = set(sys.modules), io.StringIO()
-    with (
-        tempfile.TemporaryDirectory() as empty,
-        pytest.MonkeyPatch.context() as patch,
-        torch.random.fork_rng(devices=[]),
-        redirect_stdout(printed),
-    ):
+    with tempfile.TemporaryDirectory() as empty, pytest.MonkeyPatch.context() as patch, recipe_imports():
         patch.chdir(empty)
-        patch.syspath_prepend(str(RECIPES))
-        patch.setenv("PL_GLOBAL_SEED", "0")
-        patch.setattr(sys, "argv", [name, *arguments])
-        try:
-            importlib.import_module(name).main()
-        except SystemExit as end:
-            if end.code:
-                raise
-        finally:
-            logging.disable(logging.NOTSET)
-            for module in set(sys.modules) - modules:
-                if str(getattr(sys.modules[module], "__file__", "")).startswith(str(RECIPES)):
-                    del sys.modules[module]
+        printed = run_main(lambda: importlib.import_module(name).main(), *arguments)
         assert not os.listdir(empty)
-    return printed.getvalue()
+    return printed
 
 
 def refuse_to_train(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -166,23 +144,10 @@ def test_missing_data_is_one_sentence_before_any_training(
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "backward", refuse_to_train)
     option, file = DATA[name]
-    with pytest.raises(SystemExit) as ended:
-        call(name, option, "--data", str(tmp_path / "nowhere"), "--output", str(tmp_path / "output"))
-    sentence = str(ended.value)
-    assert sentence.count("\n") == 0
-    assert str(tmp_path / "nowhere") in sentence
-    assert f"put {file} there, or pass another folder with --data or LIGHTNING_BAYES_DATA" in sentence
-
-
-def test_an_interrupted_recipe_goes_on_where_it_stopped(fast: Callable[[str], FastRun]) -> None:
-    run = fast("active_learning")
-    table, last = (run.folder / "table.csv").read_bytes(), run.folder / "steps" / "chance 1.pt"
-    last.unlink()
-    times = {path: path.stat().st_mtime_ns for path in (run.folder / "steps").iterdir()}
-    call("active_learning", "--fast", "--output", str(run.folder))
-    assert {path: path.stat().st_mtime_ns for path in times} == times
-    assert last.exists()
-    assert (run.folder / "table.csv").read_bytes() == table
+    nowhere = tmp_path / "nowhere"
+    with pytest.raises(SystemExit, match=rf"{nowhere}.*: put {file} there") as ended:
+        call(name, option, "--data", str(nowhere), "--output", str(tmp_path / "output"))
+    assert "\n" not in str(ended.value)
 
 
 def test_laplace(fast: Callable[[str], FastRun]) -> None:
@@ -191,11 +156,9 @@ def test_laplace(fast: Callable[[str], FastRun]) -> None:
     for name in ("full", "Kronecker", "last layer"):
         assert table[name]["σ of f, gap"] > 2 * table[name]["σ of f, data"]
     assert table["full"]["evidence"] > table["Kronecker"]["evidence"] > table["diagonal"]["evidence"]
-    network = torch.nn.Sequential(
-        *(torch.nn.Linear(1, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
-    )
+    network = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
     state = torch.load(folder / "posterior.pt", weights_only=True)
-    torch.nn.utils.vector_to_parameters(state["mean"], network.parameters())
+    nn.utils.vector_to_parameters(state["mean"], network.parameters())
     loaded = GaussianPosterior.load(folder / "posterior.pt", network)
     assert loaded.n_data == 120
     assert float(loaded.prior_precision) == pytest.approx(table["full"]["prior"], rel=1e-6)
@@ -329,9 +292,9 @@ def test_lora(fast: Callable[[str], FastRun]) -> None:
     assert (folder / "adapter_0" / "adapter_model.safetensors").exists()
 
 
-def test_no_docstring_is_in_two_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(RECIPES))
-    docstrings = importlib.import_module("docstrings")
+def test_no_docstring_is_in_two_sets() -> None:
+    with recipe_imports():
+        docstrings = importlib.import_module("docstrings")
     source = docstrings.Docstrings()
     groups = [source.read("torchmetrics", 0, 40), source.read("torchmetrics", 1, 30)]
     assert [len(group) for group in groups] == [40, 30]

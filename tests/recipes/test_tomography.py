@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from helpers.recipes import recipe_imports
+from helpers.tensors import real, seeded
 from torch import Tensor
 from torch.nn import functional as F
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 F64 = torch.float64
 
 
 @pytest.fixture(autouse=True)
-def recipes_on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(RECIPES))
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if isinstance(sys.modules[name], ModuleType) and str(RECIPES) in str(
-            getattr(sys.modules[name], "__file__", "")
-        ):
-            del sys.modules[name]
+def recipes_on_path() -> Iterator[None]:
+    with recipe_imports():
+        yield
 
 
 @pytest.mark.parametrize("size", [8, 9])
@@ -34,7 +26,7 @@ def test_a_view_is_the_turned_image_summed_along_the_beam(size: int) -> None:
     from radon import radon_matrix
 
     angles, centre = 5, size // 2
-    image = torch.rand(size, size, generator=torch.Generator().manual_seed(0), dtype=F64)
+    image = torch.rand(size, size, generator=seeded(), dtype=F64)
     seen = (radon_matrix(size, angles).double() @ image.flatten()).reshape(angles, size)
     steps = torch.arange(size, dtype=F64) - centre
     for view in range(angles):
@@ -58,10 +50,10 @@ def test_it_is_scikit_images_transform() -> None:
     torch.testing.assert_close(seen, torch.tensor(expected), rtol=1e-5, atol=1e-4)
 
 
-def test_scores_are_those_of_a_gaussian(tmp_path: Path) -> None:
+def test_scores_are_those_of_a_gaussian() -> None:
     from views import score
 
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     image, mean = torch.rand(2, 3, 3, generator=g, dtype=F64)
     root = torch.randn(9, 9, generator=g, dtype=F64)
     covariance, stable = root @ root.T, 0.1
@@ -86,7 +78,7 @@ def test_one_sigma_knows_the_other_images_alone() -> None:
 def test_the_stabiliser_is_the_mean_of_the_pseudo_inverse() -> None:
     from views import stabiliser
 
-    A: Tensor = torch.randn(6, 9, generator=torch.Generator().manual_seed(0), dtype=F64)
+    A: Tensor = real(6, 9)
     expected = 0.3**2 * float(torch.linalg.pinv(A.T @ A, rtol=1e-10).diagonal().mean())
     assert stabiliser(A.to_sparse_coo(), 0.3) == pytest.approx(expected)
 

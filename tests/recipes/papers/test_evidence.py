@@ -1,6 +1,5 @@
 """Table 1 of the evidence for modern networks, with hardly any training."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,8 @@ from torch import nn
 
 pytest.importorskip("torchvision")
 
-from helpers.image_files import write_idx
+from helpers.image_files import write_set
+from helpers.recipes import keep_lines, run_main
 
 from recipes.papers.evidence import networks, table1
 from recipes.program import append_rows, read_rows
@@ -24,21 +24,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         labels = np.arange(n) % 10
         images = rng.integers(0, 60, (n, 28, 28)).astype(np.uint8)
         images[np.arange(n), 2 * labels + 4] = 250
-        write_idx(folder / "MNIST" / "raw" / f"{part}-images-idx3-ubyte", images)
-        write_idx(folder / "MNIST" / "raw" / f"{part}-labels-idx1-ubyte", labels)
+        write_set(folder, "MNIST", part, images, labels)
     return folder
 
 
-def run(data: Path, output: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["table1", "--fast", "--data", str(data), "--output", str(output), *words])
-    table1.main()
+def run(data: Path, output: Path) -> str:
+    run_main(table1.main, "--fast", "--data", str(data), "--output", str(output))
     return (output / "table.md").read_text(encoding="utf-8")
 
 
-def test_an_interrupted_run_goes_on_to_the_same_table(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = run(folder, tmp_path, monkeypatch)
+def test_an_interrupted_run_goes_on_to_the_same_table(folder: Path, tmp_path: Path) -> None:
+    text = run(folder, tmp_path)
     rows = read_rows(tmp_path / "scores.csv")
     of_cnn = [row["method"] for row in rows if row["network"] == "CNN"]
     assert sorted(of_cnn) == sorted(table1.METHODS)
@@ -48,19 +44,8 @@ def test_an_interrupted_run_goes_on_to_the_same_table(
     assert all(abs(row["weights"] - 800) < 200 for row in rows)
     assert {row["found"] for row in rows if row["method"].startswith("θ⋆")} == {0}  # in two passes
     assert "0 of 5 searches for θ⋆ reached less than a tenth of the first gradient; the others stopped" in text
-    lines = (tmp_path / "scores.csv").read_text(encoding="utf-8").splitlines(keepends=True)
-    (tmp_path / "scores.csv").write_text("".join(lines[: 1 + len(of_cnn)]), encoding="utf-8")
-    assert run(folder, tmp_path, monkeypatch) == text
-
-
-def test_other_settings_are_not_mixed_with_those_of_the_folder(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "settings.json").write_text(
-        '{"recipe": "papers/evidence/table1", "scale": "fast", "seed": 0, "settings": {"passes": 7}, "made_by": []}'
-    )
-    with pytest.raises(SystemExit, match="holds results of another run"):
-        run(folder, tmp_path, monkeypatch)
+    keep_lines(tmp_path / "scores.csv", len(of_cnn))
+    assert run(folder, tmp_path) == text
 
 
 def test_the_table_is_means_over_seeds_and_the_claims_are_those_of_the_numbers(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """L2M ensembles on regression sets that are made up."""
 
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.recipes import keep_lines, run_main
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -31,33 +31,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(data: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(sys, "argv", ["ensembles", "--fast", "--data", str(data), "--output", str(output)])
-    ensembles.main()
+def run(data: Path, output: Path) -> str:
+    run_main(ensembles.main, "--fast", "--data", str(data), "--output", str(output))
     return (output / "table.md").read_text(encoding="utf-8")
 
 
-def test_an_interrupted_run_goes_on_to_the_same_table(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = run(folder, tmp_path, monkeypatch)
+def test_an_interrupted_run_goes_on_to_the_same_table(folder: Path, tmp_path: Path) -> None:
+    text = run(folder, tmp_path)
     rows = read_rows(tmp_path / "scores.csv")
     assert [row["method"] for row in rows[:6]] == list(ensembles.METHODS)
     by_method = {row["method"]: row for row in rows[:6]}
     assert by_method["L2M"]["RMSE"] == pytest.approx(by_method["network"]["RMSE"])  # the same network
     assert by_method["L2M ensemble"]["RMSE"] == pytest.approx(by_method["deep ensemble"]["RMSE"])
     assert by_method["Laplace"]["noise"] <= by_method["network"]["noise"] * (1 + 1e-6)  # part of it is the weights'
-    lines = (tmp_path / "scores.csv").read_text(encoding="utf-8").splitlines(keepends=True)
-    (tmp_path / "scores.csv").write_text("".join(lines[:7]), encoding="utf-8")  # the first split
+    keep_lines(tmp_path / "scores.csv", 6)  # the first split
     (tmp_path / "steps" / "energy.pt").unlink()
-    assert run(folder, tmp_path, monkeypatch) == text
+    assert run(folder, tmp_path) == text
 
 
-def test_a_missing_set_is_said_before_any_training(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(SystemExit, match=r"yacht is not in .*: put yacht.npz there, or pass .* folder with --data"):
-        run(tmp_path, tmp_path / "out", monkeypatch)
+def test_a_missing_set_is_said_before_any_training(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"yacht is not in .*: put yacht.npz there"):
+        run(tmp_path, tmp_path / "out")
     assert not list((tmp_path / "out").rglob("*.pt"))
 
 

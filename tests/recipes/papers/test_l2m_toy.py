@@ -1,25 +1,20 @@
 """The toy regression of the L2M paper, with hardly any training."""
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.recipes import PNG, keep_lines, run_main
 
 from recipes.papers.l2m import toy
 from recipes.papers.l2m.hmc import hmc, largest_r_hat
 from recipes.program import read_rows
 
-PNG = b"\x89PNG\r\n\x1a\n"
-
 
 def run(output: Path) -> str:
-    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):
-        patch.setattr(sys, "argv", ["toy", "--fast", "--output", str(output)])
-        patch.setenv("PL_GLOBAL_SEED", "0")
-        toy.main()
+    run_main(toy.main, "--fast", "--output", str(output))
     return (output / "table.md").read_text(encoding="utf-8")
 
 
@@ -72,8 +67,7 @@ def test_an_interrupted_run_goes_on_to_the_same_table(folder: Path) -> None:
     text, path = (folder / "table.md").read_text(encoding="utf-8"), folder / "scores.csv"
     for step in ("SWAG-diagonal", "HMC", "chains", "L2M", "member 1"):
         (folder / "steps" / f"{step}.pt").unlink()
-    before = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    path.write_text("".join(before[:4]), encoding="utf-8")  # MAP, dropout, the ensemble
+    keep_lines(path, 3)  # MAP, dropout, the ensemble
     (folder / "chains.csv").unlink()
     assert run(folder) == text
     assert (folder / "figure1.png").read_bytes().startswith(PNG)

@@ -1,65 +1,60 @@
 """The recipes on Laplacian autoencoders, on small images in torchvision's own layout; and parts of them."""
 
 import importlib
-import io
-import json
-import logging
 import math
 import shutil
-import sys
-from contextlib import redirect_stdout
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
-from helpers.image_files import OFFLINE, write_idx
-from sklearn.datasets import load_digits
+from helpers.image_files import write_digits
+from helpers.recipes import assert_picture, cells, rows_without_time, run_main
+from helpers.tensors import seeded
 from sklearn.neighbors import KNeighborsClassifier
+from torch.nn.functional import one_hot
 
 from lightning_bayes import Diag, Gaussian, fit_laplace
 from recipes.program import Run, read_rows
 
 LAE = "recipes.papers.lae"
-PNG = b"\x89PNG\r\n\x1a\n"
 METHODS = ("AE", "VAE", "MC-AE", "AE ensemble", "LAE (post-hoc)", "LAE (online)")
 SCORES = ("log-likelihood", "typicality", "latent σ", "output σ")
 
 Rows = dict[str, dict[str, Any]]
+Once = Callable[..., tuple[str, Path]]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Digits of 8 × 8 pixels as MNIST; the same, negative, as FashionMNIST; turned, without training set, as KMNIST."""
-    folder = tmp_path_factory.mktemp("data")
-    images, labels = load_digits(return_X_y=True)
-    images = (images.reshape(-1, 8, 8) * 15.9).astype(np.uint8)
-    sets = {"MNIST": images, "FashionMNIST": 254 - images, "KMNIST": images.transpose(0, 2, 1)}
-    for name, pixels in sets.items():
-        for part, rows in {"train": slice(0, 900), "t10k": slice(900, 1500)}.items():
-            if name == "KMNIST" and part == "train":
-                continue
-            write_idx(folder / name / "raw" / f"{part}-images-idx3-ubyte.gz", pixels[rows])
-            write_idx(folder / name / "raw" / f"{part}-labels-idx1-ubyte.gz", labels[rows])
+    """Digits as MNIST; the same, negative, as FashionMNIST; turned, without training set, as KMNIST."""
+    folder, train, test = tmp_path_factory.mktemp("data"), slice(900), slice(900, 1500)
+    write_digits(folder, "MNIST", train=train, t10k=test)
+    write_digits(folder, "FashionMNIST", lambda images: 254 - images, train=train, t10k=test)
+    write_digits(folder, "KMNIST", lambda images: images.transpose(0, 2, 1), t10k=test)
     return folder
 
 
+@pytest.fixture(scope="module")
+def once(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """What a program prints and its folder, from one run for all tests."""
+
+    @cache
+    def run(recipe: str, *options: str) -> tuple[str, Path]:
+        folder = tmp_path_factory.mktemp(recipe)
+        if recipe == "semisupervised":  # with the networks that were trained for the imputation
+            shutil.copytree(run("imputation")[1] / "steps", folder / "steps")
+        return call(recipe, data, folder, *options), folder
+
+    return run
+
+
 def call(recipe: str, data: Path, output: Path, *options: str) -> str:
-    """What the program prints with `--fast`, in this process."""
-    printed = io.StringIO()
-    arguments = [recipe, "--data", str(data), "--output", str(output), "--fast", *options]
-    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]), redirect_stdout(printed):
-        patch.setattr(sys, "argv", arguments)
-        for name, value in {**OFFLINE, "PL_GLOBAL_SEED": "0"}.items():
-            patch.setenv(name, value)
-        try:
-            parts(recipe).main()
-        finally:
-            logging.disable(logging.NOTSET)
-    return printed.getvalue()
+    return run_main(parts(recipe).main, "--data", str(data), "--output", str(output), "--fast", *options)
 
 
 def parts(name: str) -> Any:
@@ -71,16 +66,10 @@ def rows_of(path: Path) -> Rows:
     return {row["method"]: row for row in read_rows(path)}
 
 
-def without_time(path: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if key != "cpu_seconds"} for row in read_rows(path)]
-
-
-def line(text: str, start: str) -> list[str]:
-    """The cells of the one line of a table that starts so."""
-    (found,) = [
-        row for row in text.splitlines() if row.startswith(f"| {start} ") and row[2:].split(" |")[0].strip() == start
-    ]
-    return [cell.strip() for cell in found.strip("|").split("|")][1:]
+def line(text: str, name: str) -> list[str]:
+    """The cells of the one line of a table with this name."""
+    (found,) = cells(text, name)
+    return found
 
 
 def statements(text: str) -> dict[str, bool]:
@@ -94,98 +83,81 @@ def statements(text: str) -> dict[str, bool]:
     return found
 
 
-def assert_pictures(folder: Path, *names: str) -> None:
-    for name in names:
-        content = (folder / name).read_bytes()
-        assert content.startswith(PNG)
-        assert len(content) > 10_000
+def holds(claims: Any) -> list[bool]:
+    return [claim.holds for claim in claims]
 
 
 # -- MNIST: Hessians, post-hoc and online ------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def mnist(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    folder = tmp_path_factory.mktemp("mnist")
-    return call("mnist", data, folder), folder
-
-
-def test_table_2_has_every_hessian_post_hoc_and_online(mnist: tuple[str, Path]) -> None:
-    rows = rows_of(mnist[1] / "results.csv")
+def test_table_2_has_every_hessian_post_hoc_and_online(once: Once) -> None:
+    text, folder = once("mnist")
+    rows = rows_of(folder / "results.csv")
     hessians = ["post-hoc KFAC", "post-hoc exact", "post-hoc approx", "online exact", "online approx"]
     assert list(rows) == ["AE", *hessians, "VAE"]
     for name in hessians:
         mse, log_p = rows[name]["MSE"], rows[name]["log p(x)"]
         assert 0 < mse < -log_p < math.inf  # a sampled network is worse than the mean of all of them
-        assert [float(cell) for cell in line(mnist[0], name)[:2]] == pytest.approx([mse, log_p], abs=5e-4)
+        assert [float(cell) for cell in line(text, name)[:2]] == pytest.approx([mse, log_p], abs=5e-4)
     assert rows["AE"]["MSE"] == -rows["AE"]["log p(x)"]
-    assert line(mnist[0], "online exact")[-1] == "28.400"  # the authors' stored run
-    assert_pictures(mnist[1], "figure_1.png", "figure_8.png")
-
-
-def test_online_samples_reconstruct_better_than_post_hoc_ones(mnist: tuple[str, Path]) -> None:
-    """The paper's finding on table 2."""
-    rows = rows_of(mnist[1] / "results.csv")
-    for hessian in ("exact", "approx"):
+    assert line(text, "online exact")[-1] == "28.400"  # the authors' stored run
+    for hessian in ("exact", "approx"):  # the paper's finding
         assert rows[f"online {hessian}"]["log p(x)"] > rows[f"post-hoc {hessian}"]["log p(x)"]
+    assert_picture(folder / "figure_1.png")
+    assert_picture(folder / "figure_8.png")
 
 
 def test_what_is_claimed_of_hessians_follows_from_the_numbers() -> None:
-    recipe = parts("mnist")
+    def row(*values: float) -> dict[str, float]:
+        return dict(zip(("MSE", "log p(x)", "far / near"), values, strict=True))
 
-    def row(mse: float, log_p: float, growth: float) -> dict[str, float]:
-        return {"MSE": mse, "log p(x)": log_p, "far / near": growth}
-
+    claims = parts("mnist").claims
     rows = {"AE": row(20, -20, math.nan), "VAE": row(20, -20, 0.9)}
     rows |= {f"post-hoc {name}": row(mse, -60, 2) for name, mse in (("exact", 22), ("approx", 23))}
     rows |= {f"online {name}": row(21, -30, 1.5) for name in ("exact", "approx")}
-    assert all(claim.holds for claim in recipe.claims(rows, ["exact", "approx"]))
-    assert len(recipe.claims(rows, ["approx"])) == 5
+    assert all(holds(claims(rows, ["exact", "approx"])))
+    assert len(claims(rows, ["approx"])) == 5
     rows["post-hoc approx"], rows["online approx"] = row(25, -90, 0.5), row(24, -95, 0.5)
     rows["VAE"] = row(20, -20, 1.1)
-    found = [claim.holds for claim in recipe.claims(rows, ["exact", "approx"])]
-    assert found == [False] * 2 + [True] * 4 + [False] * 5
+    assert holds(claims(rows, ["exact", "approx"])) == [False] * 2 + [True] * 4 + [False] * 5
 
 
 # -- FashionMNIST against MNIST, MNIST against KMNIST ------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def ood(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    folder = tmp_path_factory.mktemp("ood")
-    return call("ood", data, folder), folder
-
-
-def test_figure_9_has_four_scores_of_every_method(ood: tuple[str, Path]) -> None:
-    rows = rows_of(ood[1] / "auroc.csv")
+def test_figure_9_has_four_scores_of_every_method(once: Once) -> None:
+    text, folder = once("ood")
+    rows = rows_of(folder / "auroc.csv")
     assert tuple(rows) == METHODS
     for name, row in rows.items():
-        shown = line(ood[0], name)
+        shown = line(text, name)
         assert len(shown) == 6  # the authors have no numbers for this pair
-        for place, score in enumerate(SCORES, start=1):
+        for score, cell in zip(SCORES, shown[1:5], strict=True):
             if name == "AE" and score.endswith("σ"):  # which has none
-                assert (row[score], shown[place]) == (None, "–")
-                continue
-            assert 0 <= row[score] <= 1
-            assert float(shown[place]) == pytest.approx(row[score], abs=5e-4)
+                assert (row[score], cell) == (None, "–")
+            else:
+                assert 0 <= row[score] <= 1
+                assert float(cell) == pytest.approx(row[score], abs=5e-4)
         if name != "LAE (post-hoc)":  # whose sampled networks reconstruct nothing well
             assert row["log-likelihood"] > 0.9  # digits are not reconstructed as negatives of digits
     best = max(rows, key=lambda name: rows[name]["log-likelihood"])
-    assert statements(ood[0])["LAE (online) has the best log-likelihood"] == (best == "LAE (online)")
-    assert_pictures(ood[1], "figure_9.png", "figure_10.png")
+    assert statements(text)["LAE (online) has the best log-likelihood"] == (best == "LAE (online)")
+    assert_picture(folder / "figure_9.png")
+    assert_picture(folder / "figure_10.png")
 
 
-def test_an_interrupted_run_goes_on_with_what_was_trained(ood: tuple[str, Path], data: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_with_what_was_trained(once: Once, data: Path, tmp_path: Path) -> None:
     """Without its scores and two of its networks, a folder has the same table again."""
+    _, folder = once("ood")
     again = tmp_path / "again"
-    shutil.copytree(ood[1], again)
+    shutil.copytree(folder, again)
     for name in ("scores", "MC-AE", "online"):
         (again / "steps" / f"{name}.pt").unlink()
     (again / "auroc.csv").unlink()
     call("ood", data, again)
-    assert without_time(again / "auroc.csv") == without_time(ood[1] / "auroc.csv")
-    assert (again / "table.md").read_text() == (ood[1] / "table.md").read_text()
-    with pytest.raises(SystemExit, match=r"holds results of another run \(pair fashionmnist-mnist, not mnist-kmnist\)"):
+    assert rows_without_time(again / "auroc.csv") == rows_without_time(folder / "auroc.csv")
+    assert (again / "table.md").read_text() == (folder / "table.md").read_text()
+    with pytest.raises(SystemExit, match="pair fashionmnist-mnist, not mnist-kmnist"):
         call("ood", data, again, "--pair", "mnist-kmnist")
 
 
@@ -203,13 +175,10 @@ def test_the_authors_stored_run_is_beside_its_own_pair(data: Path, tmp_path: Pat
     assert statements(text)["the online LAE's four AUROC are the authors', ± 0.02"] == same
 
 
-def test_missing_images_are_one_sentence_before_any_training(data: Path, tmp_path: Path) -> None:
-    fewer = tmp_path / "data"
-    shutil.copytree(data / "FashionMNIST", fewer / "FashionMNIST")
-    with pytest.raises(
-        SystemExit, match=r"MNIST is not in .* or pass another folder with --data or LIGHTNING_BAYES_DATA"
-    ):
-        call("ood", fewer, tmp_path / "output")
+def test_missing_images_stop_the_program_before_any_training(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data / "FashionMNIST", tmp_path / "data" / "FashionMNIST")
+    with pytest.raises(SystemExit, match=r"MNIST is not in .*--data"):
+        call("ood", tmp_path / "data", tmp_path / "output")
     assert not (tmp_path / "output" / "steps").exists()
 
 
@@ -228,95 +197,69 @@ def test_what_is_claimed_of_outliers_follows_from_the_numbers() -> None:
     rows["LAE (post-hoc)"] |= {"output σ": 0.7}
     rows["MC-AE"] |= {"output σ": 0.4}
     kmnist, mnist = recipe.PAIRS["mnist-kmnist"], recipe.PAIRS["fashionmnist-mnist"]
-    found = [claim.holds for claim in recipe.claims(rows, kmnist)]
-    assert found == [False, True, False, True, True, True, False]
+    assert holds(recipe.claims(rows, kmnist)) == [False, True, False, True, True, True, False]
     rows["LAE (online)"] = dict(zip(scores, (0.98, 0.98, 0.99, 0.99), strict=True))
     rows["MC-AE"] |= {"output σ": 0.71}
-    assert [claim.holds for claim in recipe.claims(rows, kmnist)] == [True, True, True, True, False, False, True]
+    assert holds(recipe.claims(rows, kmnist)) == [True, True, True, True, False, False, True]
     assert len(recipe.claims(rows, mnist)) == 6
 
 
 def test_roc_curve_by_brute_force() -> None:
     recipe = parts("scores")
-    generator = torch.Generator().manual_seed(0)
-    inside = torch.randint(0, 6, (40,), generator=generator).float()
-    outside = torch.randint(2, 8, (30,), generator=generator).float()
+    inside = torch.randint(0, 6, (40,), generator=seeded()).float()
+    outside = torch.randint(2, 8, (30,), generator=seeded(1)).float()
     false, true = recipe.roc(inside, outside)
     thresholds = torch.cat([inside, outside]).unique().flip(0)
-    torch.testing.assert_close(
-        false, torch.stack([torch.zeros(()), *((inside >= t).float().mean() for t in thresholds)])
-    )
-    torch.testing.assert_close(
-        true, torch.stack([torch.zeros(()), *((outside >= t).float().mean() for t in thresholds)])
-    )
+    for found, scores in ((false, inside), (true, outside)):
+        torch.testing.assert_close(
+            found, torch.stack([torch.zeros(()), *((scores >= t).float().mean() for t in thresholds)])
+        )
     assert float(torch.trapezoid(true, false)) == pytest.approx(recipe.auroc(inside, outside), abs=1e-6)
 
 
 # -- the authors' configuration ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def ablation(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    folder = tmp_path_factory.mktemp("ablation")
-    return call("ablation", data, folder, "--seeds", "1"), folder
+ONE_SEED = ("--seeds", "1")
 
 
-def test_every_row_has_its_scores_and_what_the_data_determine(ablation: tuple[str, Path]) -> None:
-    rows = {row["row"]: row for row in read_rows(ablation[1] / "rows.csv")}
+def test_every_row_has_its_scores_and_what_the_data_determine(once: Once) -> None:
+    text, folder = once("ablation", *ONE_SEED)
+    rows = {row["row"]: row for row in read_rows(folder / "rows.csv")}
     assert list(rows) == ["the authors' configuration", "H₀ = 1 (paper)"]
     for row in rows.values():
         assert all(0 <= row[score] <= 1 for score in SCORES)
         assert row["start left"] == pytest.approx((1 - 55_000 / 300 * 1e-3) ** 9)  # three epochs of three batches
     # A start at 55,000 hides more of what the data say than a start at 1.
     assert rows["the authors' configuration"]["determined"] < rows["H₀ = 1 (paper)"]["determined"]
-    assert [row["epoch"] for row in read_rows(ablation[1] / "curve.csv")] == [1, 2]
-    scores = {row["score"]: row["AUROC"] for row in read_rows(ablation[1] / "baselines.csv")}
+    assert [row["epoch"] for row in read_rows(folder / "curve.csv")] == [1, 2]
+    scores = {row["score"]: row["AUROC"] for row in read_rows(folder / "baselines.csv")}
     assert scores["darkness"] == 1  # negatives of digits are bright
-    assert "| darkness " in ablation[0]
+    assert "| darkness " in text
 
 
-def test_a_row_interrupted_in_its_training_is_the_same(
-    ablation: tuple[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = parts("ablation")
-
-    def stopped(self: Any, module: Any, epoch: int) -> list[dict[str, Any]]:
-        if epoch == 2:
+class Stop(L.Callback):
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 2:
             raise KeyboardInterrupt
-        return kept(self, module, epoch)
-
-    kept = recipe.Curve.rows
-    options = ("--seeds", "1", "--rows", "the authors' configuration")
-    with monkeypatch.context() as patch:
-        patch.setattr(recipe.Curve, "rows", stopped)
-        with pytest.raises(BaseException):  # noqa: B017 — Lightning turns it into an exit
-            call("ablation", data, tmp_path, *options)
-    assert not (tmp_path / "rows.csv").exists()
-    assert (tmp_path / "steps" / "the authors' configuration seed 0" / "last.ckpt").exists()
-    call("ablation", data, tmp_path, *options)
-    assert without_time(tmp_path / "rows.csv") == without_time(ablation[1] / "rows.csv")[:1]
-    assert without_time(tmp_path / "curve.csv") == without_time(ablation[1] / "curve.csv")
 
 
-def test_a_shuffled_row_that_was_interrupted_is_the_same(
-    ablation: tuple[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("row", ["the authors' configuration", "shuffled images"])
+def test_a_row_interrupted_in_its_training_is_the_same(
+    once: Once, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str
 ) -> None:
-    """A checkpoint knows nothing of the generator that shuffles, so that the row starts again."""
-    recipe, options = parts("ablation"), ("--seeds", "1", "--rows", "shuffled images")
-    call("ablation", data, tmp_path / "whole", *options)
-
-    class Stop(L.Callback):
-        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            if trainer.current_epoch == 2:
-                raise KeyboardInterrupt
-
+    """The second starts again: a checkpoint knows nothing of the generator that shuffles."""
+    whole, options = tmp_path / "whole", (*ONE_SEED, "--rows", row)
+    call("ablation", data, whole, *options)
     with monkeypatch.context() as patch:
-        patch.setattr(recipe, "EarlyStopping", lambda *args, **kwargs: Stop())
+        patch.setattr(parts("ablation"), "EarlyStopping", lambda *args, **kwargs: Stop())
         with pytest.raises(BaseException):  # noqa: B017 — Lightning turns it into an exit
             call("ablation", data, tmp_path / "part", *options)
-    assert (tmp_path / "part" / "steps" / "shuffled images seed 0" / "last.ckpt").exists()
+    assert not (tmp_path / "part" / "rows.csv").exists()
+    assert (tmp_path / "part" / "steps" / f"{row} seed 0" / "last.ckpt").exists()
     call("ablation", data, tmp_path / "part", *options)
-    assert without_time(tmp_path / "part" / "rows.csv") == without_time(tmp_path / "whole" / "rows.csv")
+    for table in whole.glob("*.csv"):
+        assert rows_without_time(tmp_path / "part" / table.name) == rows_without_time(table), table.name
 
 
 def test_fewer_images_have_the_authors_precision() -> None:
@@ -335,17 +278,9 @@ def test_fewer_images_have_the_authors_precision() -> None:
 
 def test_each_row_is_one_difference() -> None:
     recipe = parts("ablation")
-    authors = recipe.configuration(recipe.AUTHORS, recipe.PAPER)
-    assert (authors.lr, authors.hessian, authors.at, authors.batch) == (1e-4, "mixed", "sample", 100)
-    assert recipe.memory(recipe.N, authors) == {
-        "memory_factor": 1e-3,
-        "scale": 0.5,
-        "initial_curvature": 110_000,  # so that the precision starts at the number of images
-        "prior_precision": 1.0,
-        "average": False,
+    assert {name: len(change) for name, change in recipe.ROWS.items()} == dict.fromkeys(recipe.ROWS, 1) | {
+        recipe.AUTHORS: 0
     }
-    for name, change in recipe.ROWS.items():
-        assert len(change) == (0 if name == recipe.AUTHORS else 1)
 
 
 def test_what_a_row_changes_is_said_if_every_seed_agrees() -> None:
@@ -368,31 +303,26 @@ def test_what_was_expected_of_rows_follows_from_the_numbers() -> None:
     row |= {f"{score}, equal variances": 0.2 for score in SCORES[2:]}
     rows = {recipe.AUTHORS: [row], "summed loss": [row | {"typicality": 0.64}]}
     rows["memory factor 1e-4 (paper)"] = [row | {"output σ": 0.3}, row | {"output σ": 0.6}]
-    assert [claim.holds for claim in recipe.predictions(rows, 0.5)] == [True] * 4
+    assert holds(recipe.predictions(rows, 0.5)) == [True] * 4
     rows["summed loss"] = [row | {"typicality": 0.66, "latent σ, equal variances": 0.55}]
     rows["memory factor 1e-4 (paper)"] = [row]
-    assert [claim.holds for claim in recipe.predictions(rows, 0.7)] == [False] * 4
+    assert holds(recipe.predictions(rows, 0.7)) == [False] * 4
     assert recipe.predictions({}, 0.7) == []
 
 
 def test_rank_correlation_is_spearmans() -> None:
     from scipy.stats import spearmanr
 
-    a, b = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    a, b = torch.randn(2, 50, generator=seeded())
     assert parts("ablation").rank_correlation(a, b) == pytest.approx(spearmanr(a, b).statistic)
 
 
 # -- half-observed digits ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def imputation(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    folder = tmp_path_factory.mktemp("imputation")
-    return call("imputation", data, folder), folder
-
-
-def test_table_3_beside_the_papers(imputation: tuple[str, Path]) -> None:
-    rows = rows_of(imputation[1] / "results.csv")
+def test_table_3_beside_the_papers(once: Once) -> None:
+    text, folder = once("imputation")
+    rows = rows_of(folder / "results.csv")
     assert tuple(rows) == ("classifier", *METHODS)
     for name, row in rows.items():
         assert 0 <= row["accuracy"] <= 1
@@ -401,9 +331,9 @@ def test_table_3_beside_the_papers(imputation: tuple[str, Path]) -> None:
             assert 0 < row["MSE"] <= -row["log p(x)"] * (1 + 1e-6)
             assert row["MSE"] == pytest.approx(row["seen half"] + row["hidden half"])
             assert row["MSE as in the paper"] == pytest.approx(row["seen half"] + row["from the noise"], rel=1e-5)
-    assert line(imputation[0], "paper: LAE (online)") == ["–", "–", "0.530", "0.120", "0.160", "0.130", "–", "0.820"]
-    assert len(statements(imputation[0])) == 7
-    assert_pictures(imputation[1], "figure_11.png")
+    assert line(text, "paper: LAE (online)") == ["–", "–", "0.530", "0.120", "0.160", "0.130", "–", "0.820"]
+    assert len(statements(text)) == 7
+    assert_picture(folder / "figure_11.png")
 
 
 def test_errors_of_an_imputation_by_hand() -> None:
@@ -432,7 +362,7 @@ def test_imputation_keeps_what_was_observed() -> None:
             f = torch.stack([x + i for i in range(n)])
             return autoencoders.Reconstruction(f.mean(0), samples=f)
 
-    x = torch.rand(3, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    x = torch.rand(3, 1, 4, 4, generator=seeded())
     hidden, observed = recipe.hide(x, seed=1)
     assert torch.equal(hidden[:, :, 2:], x[:, :, 2:])
     assert not torch.isclose(hidden[:, :, :2], x[:, :, :2]).any()
@@ -456,17 +386,17 @@ def test_what_is_claimed_of_imputations_follows_from_the_numbers() -> None:
     rows["AE ensemble"]["ECE"] = 0.08
     drawn = {name: {"variety": 3.0, "grey": 0.4} for name in METHODS} | {"digits": {"variety": 9.9, "grey": 0.3}}
     drawn["LAE (online)"] = {"variety": 2.5, "grey": 0.3}
-    assert [claim.holds for claim in recipe.claims(rows, drawn)] == [True] * 7
+    assert holds(recipe.claims(rows, drawn)) == [True] * 7
     rows["LAE (online)"] = row(90.0, -111.0, 0.5, 0.15, 0.31, 0.15, 1.4, 0.8)
     drawn["LAE (online)"] = {"variety": 1.5, "grey": 0.5}
     rows["VAE"]["ECE"] = 0.12
-    assert [claim.holds for claim in recipe.claims(rows, drawn)] == [False] * 7
+    assert holds(recipe.claims(rows, drawn)) == [False] * 7
 
 
 def test_digits_among_imputations() -> None:
     recipe = parts("imputation")
     seen = torch.tensor([[3, 1], [3, 2], [5, 0]])  # of two images, three times
-    probs = torch.nn.functional.one_hot(seen, 10).float()
+    probs = one_hot(seen, 10).float()
     assert recipe.digits(probs).tolist() == [2, 3]
     black, grey = torch.ones(2, 1, 1, 3, 3), torch.full((2, 1, 1, 3, 3), 0.5)
     grey[..., 0] = 0  # no ink
@@ -474,7 +404,7 @@ def test_digits_among_imputations() -> None:
     images = torch.arange(8).view(2, 4, 1, 1, 1)
 
     def classifier(x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.one_hot(x.flatten() % 4, 10).float()
+        return one_hot(x.flatten() % 4, 10).float()
 
     assert recipe.variety(classifier, images) == pytest.approx(4)  # four digits, each as often
 
@@ -482,33 +412,27 @@ def test_digits_among_imputations() -> None:
 # -- a few labels ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def few_labels(imputation: tuple[str, Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """With the networks that were trained for the imputation."""
-    folder = tmp_path_factory.mktemp("labels")
-    shutil.copytree(imputation[1] / "steps", folder / "steps")
-    return call("semisupervised", data, folder), folder
-
-
-def test_figure_12_has_every_number_of_labels(few_labels: tuple[str, Path]) -> None:
-    rows = read_rows(few_labels[1] / "accuracy.csv")
+def test_figure_12_has_every_number_of_labels(once: Once) -> None:
+    text, folder = once("semisupervised")
     methods = [name for name in METHODS if name != "AE ensemble"]
-    found = {(row["method"], row["labels per class"], row["repeat"]): row["accuracy"] for row in rows}
+    found = {
+        (row["method"], row["labels per class"], row["repeat"]): row["accuracy"]
+        for row in read_rows(folder / "accuracy.csv")
+    }
     assert set(found) == {(name, n, repeat) for name in methods for n in (1, 2, 5, 10, 20) for repeat in range(5)}
     for name in methods:
         means = [sum(found[name, n, repeat] for repeat in range(5)) / 5 for n in (1, 20)]
         assert means[1] > means[0]
-        cells = line(few_labels[0], name)
-        assert [float(cells[i].split()[0]) for i in (0, -1)] == pytest.approx(means, abs=5e-4)
-    assert len(statements(few_labels[0])) == 6
-    assert_pictures(few_labels[1], "figure_12.png")
+        shown = line(text, name)
+        assert [float(shown[i].split()[0]) for i in (0, -1)] == pytest.approx(means, abs=5e-4)
+    assert len(statements(text)) == 6
+    assert_picture(folder / "figure_12.png")
 
 
 def test_neighbours_are_scikit_learns() -> None:
     recipe = parts("semisupervised")
-    generator = torch.Generator().manual_seed(0)
     y = torch.arange(90) % 3
-    z = torch.randn(4, 90, 2, generator=generator) + torch.stack([y, -y], 1)  # four copies
+    z = torch.randn(4, 90, 2, generator=seeded()) + torch.stack([y, -y], 1)  # four copies
     known, asked = torch.arange(30), torch.arange(30, 90)
     found = recipe.hits(z, y, known, asked, (1, 5, 11))
     for K, share in found.items():
@@ -539,9 +463,9 @@ def test_what_is_claimed_of_few_labels_follows_from_the_numbers() -> None:
     results = {name: torch.tensor([[0.3, 0.5], [0.6, 0.6], [0.7, 0.7]]) for name in METHODS}
     results["LAE (online)"] = torch.tensor([[0.5, 0.4], [0.5, 0.6], [0.71, 0.71]])
     results["LAE (post-hoc)"] = torch.ones(3, 2)  # the paper's figure speaks of "our LAE"
-    assert [claim.holds for claim in recipe.claims(results, labels)] == [True, False, True]
+    assert holds(recipe.claims(results, labels)) == [True, False, True]
     results["AE"] = torch.tensor([[0.1, 0.1], [0.1, 0.1], [0.74, 0.74]])
-    assert [claim.holds for claim in recipe.claims(results, labels)] == [True, False, False]
+    assert holds(recipe.claims(results, labels)) == [True, False, False]
 
 
 # -- what they share ---------------------------------------------------------------------------------------------------
@@ -599,7 +523,7 @@ def test_fewer_images_have_the_papers_memory() -> None:
 
 def test_the_post_hoc_posterior_has_the_hessian_of_the_data_and_its_best_prior(tmp_path: Path) -> None:
     autoencoders, common = parts("autoencoders"), parts("common")
-    x = torch.rand(20, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    x = torch.rand(20, 1, 4, 4, generator=seeded())
     part = torch.utils.data.TensorDataset(x, torch.zeros(20))
     images = common.Data(part, part, part, 20)
     with torch.random.fork_rng(devices=[]):
@@ -614,24 +538,9 @@ def test_the_post_hoc_posterior_has_the_hessian_of_the_data_and_its_best_prior(t
         assert max(evidence) == evidence[1]
 
 
-def test_reports_follow_from_the_saved_numbers_alone(
-    mnist: tuple[str, Path],
-    ood: tuple[str, Path],
-    ablation: tuple[str, Path],
-    imputation: tuple[str, Path],
-    few_labels: tuple[str, Path],
-    tmp_path: Path,
-) -> None:
-    for recipe, (_, folder) in {
-        "mnist": mnist,
-        "ood": ood,
-        "ablation": ablation,
-        "imputation": imputation,
-        "semisupervised": few_labels,
-    }.items():
-        copy = tmp_path / recipe
-        copy.mkdir()
-        for file in (*folder.glob("*.csv"), folder / "settings.json"):
-            shutil.copy(file, copy)
-        assert parts(recipe).report(copy) + "\n" == (folder / "table.md").read_text(encoding="utf-8")
-        assert json.loads((copy / "settings.json").read_text(encoding="utf-8"))["recipe"] == f"papers/lae/{recipe}"
+@pytest.mark.parametrize("recipe", ["mnist", "ood", "ablation", "imputation", "semisupervised"])
+def test_reports_follow_from_the_saved_numbers_alone(once: Once, tmp_path: Path, recipe: str) -> None:
+    _, folder = once(recipe, *(ONE_SEED if recipe == "ablation" else ()))
+    for file in (*folder.glob("*.csv"), folder / "settings.json"):
+        shutil.copy(file, tmp_path)
+    assert parts(recipe).report(tmp_path) + "\n" == (folder / "table.md").read_text(encoding="utf-8")

@@ -1,45 +1,36 @@
 """The rotated-MNIST recipe, on digits in the files of MNIST."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 pytest.importorskip("torchvision")
 
-from helpers.image_files import write_idx
+from helpers.image_files import write_digits
+from helpers.recipes import PNG, keep_lines, run_main
 
 from recipes.papers.subnetwork import rotated_mnist
 from recipes.program import append_rows, read_rows
 
-PNG = b"\x89PNG\r\n\x1a\n"
+pytestmark = pytest.mark.filterwarnings("ignore:.* chosen weights have no curvature")  # of pixels that are zero
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digits")
-    images, labels = load_digits(return_X_y=True)
-    images = np.kron((images.reshape(-1, 8, 8) * 15.9).astype(np.uint8), np.ones((2, 2), dtype=np.uint8))
-    for part, rows in {"train": slice(0, 1400), "t10k": slice(1400, 1500)}.items():
-        write_idx(folder / "MNIST" / "raw" / f"{part}-images-idx3-ubyte.gz", images[rows])
-        write_idx(folder / "MNIST" / "raw" / f"{part}-labels-idx1-ubyte.gz", labels[rows])
+    twice = np.ones((2, 2), dtype=np.uint8)  # of 16 × 16 pixels
+    write_digits(folder, "MNIST", lambda images: np.kron(images, twice), train=slice(1400), t10k=slice(1400, 1500))
     return folder
 
 
-def run(data: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    words = ["rotated_mnist", "--fast", "--epochs", "4", "--data", str(data), "--output", str(output)]
-    monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    rotated_mnist.main()
+def run(data: Path, output: Path) -> str:
+    run_main(rotated_mnist.main, "--fast", "--epochs", "4", "--data", str(data), "--output", str(output))
     return (output / "table.md").read_text(encoding="utf-8")
 
 
-def test_every_method_is_scored_at_every_angle_and_an_interrupted_run_goes_on(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text, path = run(digits, tmp_path, monkeypatch), tmp_path / "scores.csv"
+def test_every_method_is_scored_at_every_angle_and_an_interrupted_run_goes_on(digits: Path, tmp_path: Path) -> None:
+    text, path = run(digits, tmp_path), tmp_path / "scores.csv"
     rows = read_rows(path)
     assert [(row["method"], row["angle"]) for row in rows] == [
         (method, angle) for method in rotated_mnist.METHODS for angle in (0, 90, 180)
@@ -48,10 +39,9 @@ def test_every_method_is_scored_at_every_angle_and_an_interrupted_run_goes_on(
         assert row["accuracy"] > 0.3, row["method"]
         assert row["nll"] < next(r["nll"] for r in rows if r["method"] == row["method"] and r["angle"] == 90)
     assert (tmp_path / "rotated.png").read_bytes().startswith(PNG)
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    path.write_text("".join(lines[: 1 + 3 * 4]), encoding="utf-8")  # the first four methods
+    keep_lines(path, 3 * 4)  # the first four methods
     (tmp_path / "steps" / "SWAG 0.pt").unlink()
-    assert run(digits, tmp_path, monkeypatch) == text
+    assert run(digits, tmp_path) == text
 
 
 def test_the_claims_are_those_of_the_rotated_images(tmp_path: Path) -> None:
