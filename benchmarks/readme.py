@@ -67,20 +67,8 @@ NAMES = {  # rows and their labels, by page
     "variational_inference": {
         "variational/narrow PreActResNet-18/VI": "step of variational inference, narrow PreActResNet-18",
     },
-    "cost": {
-        f"cost/{network}/{classes} classes/{subset}/{stage}": f"{network}, {classes:,} classes, {words}: {stage}"
-        for network in ("ResNet-18", "ResNet-50", "ViT-Tiny", "small BERT")
-        for classes in (10, 1000)
-        for subset, words in (("all", "all weights"), ("last_layer", "last layer"))
-        for stage in ("fit", "tune", "predict", "bnn")
-    },
-    "estimate": {
-        f"cost/estimate/{network}": network
-        for network in ("MLP", "CNN", "ResNet-18", "transformer", "LSTM", "MobileNet")
-    },
 }
-OWN_PAGE = ("cost", "estimate")  # sections of docs/cost.md, which the overview leaves out
-SHOWN = {name: label for page, rows in NAMES.items() if page not in OWN_PAGE for name, label in rows.items()}
+SHOWN = {name: label for rows in NAMES.values() for name, label in rows.items()}
 IN_README = (
     "predictive/MLP/kron",
     "predictive/CNN/kron",
@@ -110,11 +98,7 @@ def costs(conditions: str, rows: Sequence[Row]) -> str:
     """One section for each page, with the conditions of its numbers."""
     said = fill(f"Measured on {_dates(rows)}, {conditions}. {noise(rows)}".strip(), WIDTH, break_long_words=False)
     tables = {page: _table(names, rows) for page, names in {"overview": SHOWN, **NAMES}.items()}
-    sections = [
-        section(page, f"{lines}\n\n{said}" if lines else "Not measured yet: `make bench CASES=cost KEEP=1`.")
-        for page, lines in tables.items()
-        if lines or page in OWN_PAGE
-    ]
+    sections = [section(page, f"{lines}\n\n{said}") for page, lines in tables.items() if lines]
     return "\n\n".join(sections) + "\n"
 
 

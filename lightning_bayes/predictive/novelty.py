@@ -64,7 +64,7 @@ def novelty(posterior: GaussianPosterior, x: Any) -> Tensor:
 
 class NoveltyScore:
     """The novelty of `x`, if the posterior has it. The passes of a linearised network hold the inputs of its last
-    layer: where `observe` sees them, the score needs no pass of its own."""
+    layer: where `observe` sees them, the score needs no other pass."""
 
     def __init__(self, posterior: GaussianPosterior, x: Any) -> None:
         self._posterior, self._x = posterior, x

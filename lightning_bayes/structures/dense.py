@@ -113,7 +113,7 @@ class Dense(Structure):
         if self._uses_cholesky:
             return super().inverse_quadratic(J)
         values, Q = self._eigen
-        rotated = J @ Q * cast_like(positive(values).rsqrt(), Q)  # [..., K, P]
+        rotated = _rows_times(J, Q) * cast_like(positive(values).rsqrt(), Q)  # [..., K, P]
         return rotated @ rotated.mT
 
     @classmethod
@@ -123,7 +123,7 @@ class Dense(Structure):
         if len(blocks) == 1 or any(not block._shares_eigenvectors(blocks[0]) for block in blocks):
             return super().row_covariances(blocks, rows, form)
         λ, Q = blocks[0]._decomposition.eigen
-        rotated = rows @ Q
+        rotated = _rows_times(rows, Q)
         if form.approximate and not form.joint and all(_same(block.factor, blocks[0].factor) for block in blocks):
             shifts = torch.stack([torch.as_tensor(block.shift) for block in blocks])
             spectrum = GroupedSpectrum.of(torch.ones_like(λ[:1]), λ * _like(λ, blocks[0].factor), shifts)
@@ -210,6 +210,11 @@ class Decomposition:
     def eigen(self) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False):
             return eigh(self._matrix.detach(), "the full matrix", allow_float32=False)
+
+
+def _rows_times(rows: Tensor, Q: Tensor) -> Tensor:
+    """In one product; a batched one would read `Q` for each example.  # [..., P], [P, n] -> [..., n]"""
+    return (rows.reshape(-1, rows.shape[-1]) @ Q).reshape(*rows.shape[:-1], -1)
 
 
 def _same(first: Tensor | float, second: Tensor | float) -> bool:

@@ -184,7 +184,7 @@ def test_the_table_of_a_readme() -> None:
 def test_costs_have_a_section_for_each_page() -> None:
     text = readme.costs("2 cores; torch 2", ROWS)
     for border in ("start", "end"):
-        assert re.findall(rf"\[{border}:(\w+)\]", text) == ["overview", "laplace", "cost", "estimate"]
+        assert re.findall(rf"\[{border}:(\w+)\]", text) == ["overview", "laplace"]
     assert text.count("Measured on 2026-01-02 and 2026-01-03, 2 cores; torch 2. A plain step or epoch") == 2
     assert "off by at most 4% in nine of ten rows" in " ".join(text.split())
     assert set(readme.IN_README) <= set(readme.SHOWN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -47,7 +48,45 @@ def attention() -> tuple[nn.Module, Tensor]:
     return Attention(), torch.randn(64, 5, 6)
 
 
-@pytest.mark.parametrize("make", [mlp, cnn, attention])
+class Residual(nn.Module):
+    """A block of a ResNet, or with `groups` of a MobileNet."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(8, 8, 3, padding=1, groups=groups), nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 1 if groups > 1 else 3, padding=0 if groups > 1 else 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.norm(self.first(x)).relu())
+
+
+def blocks(groups: int) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), Residual(groups), nn.MaxPool2d(2), Residual(groups), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(8 * 16, 5)).eval(), torch.randn(64, 3, 8, 8)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.LSTMCell(6, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return self.out(state[0])
+
+
+def recurrent() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Recurrent(), torch.randn(64, 5, 6)
+
+
+NETWORKS = [mlp, cnn, attention, partial(blocks, 1), partial(blocks, 8), recurrent]
+
+
+@pytest.mark.parametrize("make", NETWORKS, ids=["mlp", "cnn", "attention", "resnet", "mobilenet", "recurrent"])
 def test_counted_multiplications_of_a_prediction_are_within_a_factor_of_two(make: object) -> None:
     network, x = make()  # type: ignore[operator]
     y = torch.randint(4, (len(x),))

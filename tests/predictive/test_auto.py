@@ -75,6 +75,12 @@ def test_the_survey_of_priors_chooses_as_exact_covariances_do(seed: int) -> None
     candidates = [*map(posterior.with_prior, choice.priors), None]
     exact = replace(choice, nll=temperature_table(posterior, candidates, batches, scoring)[0])
     assert choice.on().prior_precision == exact.on().prior_precision
+    evidence = torch.stack([posterior.log_marginal_likelihood(δ) for δ in PRIORS])
+    assert choice.priors[0] == PRIORS[int(evidence.argmax())]
+    grid = torch.logspace(-4, 4, 33, dtype=torch.float64).tolist()
+    nll, _ = temperature_table(posterior, list(map(posterior.with_prior, grid)), batches, Scoring(of=None))
+    best = grid[int(nll[:, LOG_TEMPERATURES.index(0.0)].mean(-1).argmin())]
+    assert float(posterior.tune_prior("grid", batches).prior_precision) == pytest.approx(best)
     assert choice.on().calibrations == exact.on().calibrations
     grouped = temperature_table(posterior, candidates, batches, scoring, exact=False)[0]
     assert not torch.equal(grouped, exact.nll)

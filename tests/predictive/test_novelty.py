@@ -177,6 +177,17 @@ def test_predictions_hold_it_and_its_p_value_among_held_out_inputs(data, tmp_pat
         torch.testing.assert_close(loaded.predict(x)[2].novelty_p, expected[2:3].double())
 
 
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_a_prediction_takes_it_from_its_own_pass(data, subset):
+    posterior, x = fit_laplace(net := network(), data, subset=subset), data[0][0]
+    posterior.predict(x)  # traces the network
+    passes = []
+    net.body.register_forward_hook(lambda *_: passes.append(1))
+    prediction = posterior.predict(x)
+    assert len(passes) == 1
+    torch.testing.assert_close(prediction.novelty, posterior.novelty(x))
+
+
 def test_the_p_value_of_known_inputs_is_at_most_alpha_as_often_as_promised():
     """For exchangeable scores `P(p ≤ α) ≤ α`, and more than `α − 1/(n + 1)` if no two are equal."""
     torch.manual_seed(0)
