@@ -126,7 +126,8 @@ def variational(kind: type[Net], seed: int) -> Any:
 
 
 def nll(prediction: Prediction) -> float:
-    return float(metrics.functional.gaussian_nll(prediction.mean, prediction.variance, GAP.tensors[1]))
+    law = prediction.mean, prediction.variance, GAP.tensors[1], prediction.df
+    return float(metrics.functional.gaussian_nll(*law))
 
 
 def panel(ax: Any, title: str, at_line: Prediction, at_gap: Prediction) -> None:
@@ -210,7 +211,7 @@ def of_ensemble(members: DeepEnsemble) -> Panels:
 
 
 def main() -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     draw(sys.argv[1:])
 

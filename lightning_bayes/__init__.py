@@ -18,6 +18,7 @@ from lightning_bayes.mixins import (
     VariationalLaplaceMixin,
     replace_activations,
 )
+from lightning_bayes.network.messages import BayesWarning
 from lightning_bayes.options import (
     BNN,
     EKFAC,
@@ -46,6 +47,7 @@ __all__ = [
     "GLM",
     "GP",
     "MAP",
+    "BayesWarning",
     "Bernoulli",
     "Categorical",
     "Conformal",

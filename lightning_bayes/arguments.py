@@ -51,9 +51,9 @@ def positive(name: str, value: Any, error: type[Exception] = ValueError) -> floa
     return value
 
 
-def not_negative(name: str, value: Any, error: type[Exception] = ValueError) -> float:
+def not_negative(name: str, value: Any) -> float:
     if not is_number(value) or not 0 <= value < math.inf:
-        raise error(f"{name} must be a finite number of at least 0, got {format_value(value)}")
+        raise ValueError(f"{name} must be a finite number of at least 0, got {format_value(value)}")
     return value
 
 
@@ -86,10 +86,10 @@ def integer(name: str, value: Any, error: type[Exception] = ValueError) -> int:
     return value
 
 
-def seed(name: str, value: Any, error: type[Exception] = ValueError) -> int:
+def seed(name: str, value: Any) -> int:
     """A whole number that a `torch.Generator` accepts."""
-    if count(name, value, 0, error) >= 2**63:
-        raise error(f"{name} must be less than 2**63, got {format_value(value)}")
+    if count(name, value, 0) >= 2**63:
+        raise ValueError(f"{name} must be less than 2**63, got {format_value(value)}")
     return value
 
 

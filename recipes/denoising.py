@@ -83,8 +83,8 @@ def judge(prediction: Prediction, y: Tensor) -> dict[str, float]:
     ranks = torch.stack([t.flatten().double().argsort().argsort().double() for t in (variance, error)])
     return {
         "RMSE": float(error.mean().sqrt()),
-        "NLL": float(metrics.functional.gaussian_nll(mean, variance, y)),
-        "coverage": float(metrics.functional.interval_coverage(mean, variance, y)),
+        "NLL": float(metrics.functional.gaussian_nll(mean, variance, y, prediction.df)),
+        "coverage": float(metrics.functional.interval_coverage(mean, variance, y, prediction.df)),
         "rank correlation": float(torch.corrcoef(ranks)[0, 1]) if variance.std() > 1e-6 else 0.0,
     }
 

@@ -77,12 +77,12 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     return float(metrics.functional.ood_detection(*joined(inside, outside))["auroc"])
 
 
-def draw_entropies(entropies: Mapping[str, Sequence[Tensor]]) -> Figure:
+def draw_scores(scores: Mapping[str, Sequence[Tensor]], label: str = "entropy of the prediction") -> Figure:
     """Scores by method, from its predictions for known and unknown inputs."""
-    figure = Figure(figsize=(4.6 * len(entropies), 3.6), layout="constrained")
-    for ax, (name, (known, unknown)) in zip(figure.subplots(1, len(entropies)), entropies.items(), strict=True):
+    figure = Figure(figsize=(4.6 * len(scores), 3.6), layout="constrained")
+    for ax, (name, (known, unknown)) in zip(figure.subplots(1, len(scores)), scores.items(), strict=True):
         plots.ood_histogram(*joined(known, unknown), ax=ax)
-        ax.set(title=name, xlabel="entropy of the prediction")
+        ax.set(title=name, xlabel=label)
     return figure
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from digits import auroc, draw_entropies, score
+from digits import auroc, draw_scores, score
 from docstrings import Docstrings, Example, Examples, make_bert, split, together
 from lightning.pytorch.callbacks import EarlyStopping
 from program import QUIET, Run, averaged, progress, start
@@ -103,7 +103,7 @@ def main() -> None:
     base, seeds = run.once("base", pre_train, run, first), progress(run.seeds(run.settings.adapters), "adapters")
     results = [run.once(f"{seed}", fine_tune, run, base, known, unknown, seed) for seed in seeds]
     run.save_table("table", {name: averaged([r["rows"][name] for r in results]) for name in results[0]["rows"]})
-    run.save_picture("entropy", draw_entropies(results[0]["entropies"]))
+    run.save_picture("entropy", draw_scores(results[0]["entropies"]))
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def start(
         settings = replace(settings, **{k: tuple(v) if isinstance(v, list) else v for k, v in changed.items()})
     below = [scale] * (scale != "default") + [f"seed_{given.seed}"] * (given.seed != 0)
     folder = given.output or Path("outputs", name, *below)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\.")
     if threads is not None:
         torch.set_num_threads(threads)

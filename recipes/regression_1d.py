@@ -2,8 +2,8 @@
 
 The data are a sine with a gap, and with `--snelson` also Snelson's data without the points in the middle. Each row of
 the figure shows one network. The posteriors keep different parts of the curvature: all of it, Kronecker factors, its
-diagonal, all of it for the last layer or for a subnetwork of a few weights, or, in function space, all of it for a few
-of the training points. Each posterior's evidence chooses its prior; the noise comes from the full posterior.
+diagonal, all of it for the last layer or for a few weights, or, in function space, all of it for a few training points.
+The evidence chooses priors and noise. Nothing is held out: validation data would also choose the predictives' tails.
 
     python recipes/regression_1d.py              # half a minute; table and picture go to outputs/regression_1d/
     python recipes/regression_1d.py --snelson    # reads snelson/train_inputs and train_outputs in the folder --data

@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from digits import KNOWN, Digits, draw_entropies, judge, read_digits
+from digits import KNOWN, Digits, draw_scores, judge, read_digits
 from program import WITH_BAR, Run, start
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -93,7 +93,7 @@ def main() -> None:
     }
     run.save_table("table", {name: judge(predict, digits) for name, predict in methods.items()})
     shown, images = ("MAP", "VI, 100 samples", "VL"), (digits.test.tensors[0], digits.unknown["letters"])
-    run.save_picture("ood", draw_entropies({name: [methods[name](x).entropy for x in images] for name in shown}))
+    run.save_picture("ood", draw_scores({name: [methods[name](x).entropy for x in images] for name in shown}))
 
 
 if __name__ == "__main__":

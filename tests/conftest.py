@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import logging
 import os
 import random
 import sys
@@ -24,9 +25,10 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Each test draws the same numbers, whichever tests ran before it in the same process."""
+    """Each test draws the same numbers and hears all reports, whichever tests ran before it in the same process."""
     torch.manual_seed(0)
     random.seed(0)
+    logging.disable(logging.NOTSET)  # programs such as the recipes turn reports off
 
 
 @pytest.fixture(scope="session")

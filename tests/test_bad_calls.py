@@ -51,6 +51,7 @@ def test_every_public_call_has_a_table() -> None:
         "HeteroscedasticGaussian": "no arguments",
         "VariationalInferenceMixin": "the same arguments as VariationalLaplaceMixin",
         "LogSigmaMultiplierMixin": "in the table of VariationalLaplaceMixin",
+        "BayesWarning": "a warning",
         "MetricInputError": "an error",
         "ReliabilityBins": "made by reliability_bins",
         "functional": "a module",

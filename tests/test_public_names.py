@@ -2,6 +2,8 @@
 
 import inspect
 import pkgutil
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,18 @@ import pytest
 from torch import nn
 
 import lightning_bayes
-from lightning_bayes import GaussianPosterior, LaplacePosterior, Prediction, likelihoods, metrics, plots
+from lightning_bayes import (
+    BayesWarning,
+    Conformal,
+    GaussianPosterior,
+    LaplacePosterior,
+    MeasurementPosterior,
+    Prediction,
+    Reconstruction,
+    likelihoods,
+    metrics,
+    plots,
+)
 from lightning_bayes.trainer import PosteriorCallback
 
 NAMES = {
@@ -19,7 +32,7 @@ NAMES = {
         GaussianPosterior LaplacePosterior MeasurementPosterior Prediction Reconstruction DeepEnsemble Conformal
         Categorical Bernoulli Gaussian HeteroscedasticGaussian LinearMeasurement
         LaplaceCallback L2MCallback OnlineLaplaceCallback MarginalLikelihoodCallback SWAGCallback
-        VariationalLaplaceMixin VariationalInferenceMixin LogSigmaMultiplierMixin
+        VariationalLaplaceMixin VariationalInferenceMixin LogSigmaMultiplierMixin BayesWarning
         Full Kron EKFAC Diag LowRank FisherMC Prior GLM BNN GP MAP Tuning Learning Memory Network FitData Subnetwork
     """,
     metrics: """
@@ -151,6 +164,49 @@ CALLBACKS = [name for name in lightning_bayes.__all__ if name.endswith("Callback
 def test_callbacks_take_keywords_after_the_likelihood(kind: Any) -> None:
     _, *others = (p for p in inspect.signature(kind).parameters.values() if p.kind is not p.VAR_KEYWORD)
     assert {p.kind for p in others} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+# Arguments with several defaults or types, and the reason. None does not count: it stands for what is known.
+DIFFERS = {
+    "at": "an evidence is taken at the weights or at the optimum; for measurements, in a linearised or another network",
+    "damping": "an option takes a word, a posterior what the option has checked",
+    "level": "sets of 90 % need 9 held-out examples, intervals of 95 % none",
+    "likelihood": "online Laplace is first of all for autoencoders; a file needs an object, for a class of the user",
+    "method": "of a choice of prior, a conformal score, a diagonal, a refinement, or a variational step",
+    "name": "each callback has its own, so that a Trainer can have several",
+    "passes": "ten passes tune a prior, and a refinement ends long before 200",
+    "predictive": "what has trained at samples predicts with samples; only words are functions to draw",
+    "prior": "measurements have the priors of an image",
+    "progress": "a Trainer shows bars, a function does not",
+    "samples": "of predictions (100), of labels (1), or of a bound (256)",
+    "steps": "between two epochs, or until the end",
+    "structure": "a prior learned in training needs layers, so a Kronecker form from the start",
+    "subset": "a callback must bound what its predictions cost; who calls fit_laplace knows the network",
+}
+MADE_BY_A_FIT = (GaussianPosterior, LaplacePosterior, MeasurementPosterior, Prediction, Reconstruction, Conformal)
+
+
+def public_callables() -> Iterator[Any]:
+    for thing in [*(getattr(lightning_bayes, name) for name in lightning_bayes.__all__), PosteriorCallback]:
+        if thing not in MADE_BY_A_FIT and thing is not BayesWarning:
+            yield thing
+        for name, member in vars(thing).items() if inspect.isclass(thing) else ():
+            function = getattr(member, "__func__", member)
+            if inspect.isfunction(function) and not name.startswith("_"):
+                yield function
+
+
+def test_an_argument_has_one_default_and_one_type_in_all_callables() -> None:
+    defaults, types = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    for function in public_callables():
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.default is parameter.empty:
+                continue
+            if parameter.default is not None:
+                defaults[name].add(repr(parameter.default))
+            alternatives = str(parameter.annotation).split(" | ")  # the first one that a file can hold
+            types[name].update([kind for kind in alternatives if kind not in ("None", "Tensor", "Any")][:1])
+    assert {name for name in types if len(defaults[name]) > 1 or len(types[name]) > 1} == set(DIFFERS)
 
 
 @pytest.mark.parametrize("method", ["log_marginal_likelihood", "with_prior", "tune_prior", "update"])

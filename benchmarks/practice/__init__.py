@@ -11,6 +11,7 @@
 | `gaussians` | caches the Gaussian over outputs for many priors, to try a rule in milliseconds |
 | `methods`, `subject`, `scores` | trained network to predictions, predictions to numbers |
 | `results`, `comparison`, `report`, `targets` | numbers to a CSV; the CSV to Markdown tables and a list of targets |
+| `unknown` | scores of unknown inputs, on networks with held-out classes and on two public ResNets; their tables |
 | `pages` | the kept rows to the tables of README and `docs/choosing.md` |
 | `stages` | the work on each setup, in several processes |
 """

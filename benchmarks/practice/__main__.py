@@ -11,11 +11,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks.practice import gaussians, methods, pages, report, results, setups, stages, tasks, training
+from benchmarks.practice import gaussians, methods, pages, report, results, setups, stages, tasks, training, unknown
 from benchmarks.practice.datasets import VARIABLE, MissingDataError
 from benchmarks.practice.setups import SetUp
 
-STAGES = ("train", "gaussians", "methods", "table")
+STAGES = ("train", "gaussians", "methods", "unknown", "table")
 
 
 def main(words: list[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(words: list[str] | None = None) -> int:
         print(f"no setup of {arguments.group!r} has {arguments.only!r} in its name; --full has more", file=sys.stderr)
         return 2
     present = _with_data(chosen)
-    wanted = arguments.stage or ["train", "methods", "table"]
+    wanted = arguments.stage or ["train", "methods", "unknown", "table"]
     if "train" in wanted:
         stages.for_each("training", partial(stages.train, folder=folder), present, arguments.jobs)
     if "gaussians" in wanted:
@@ -36,6 +36,14 @@ def main(words: list[str] | None = None) -> int:
         names = [name for name in methods.METHODS if any(part in name for part in parts)]
         run = partial(stages.run_methods, names=names, again=arguments.again, folder=folder)
         stages.for_each("methods", run, present, arguments.jobs)
+    if "unknown" in wanted:
+        cases = [] if arguments.fast else [case for case in unknown.CASES if arguments.only in str(case)]
+        work = partial(unknown.compare, again=arguments.again, folder=folder)
+        stages.for_each("unknown inputs", work, cases, arguments.jobs)
+        measured = list(unknown.measure(cases, folder))
+        print(unknown.page(measured))
+        if arguments.keep:
+            unknown.keep(measured, folder)
     if "table" in wanted:
         rows = _current(folder, present)
         text = report.report(rows, results.code())

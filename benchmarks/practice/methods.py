@@ -21,6 +21,7 @@ from benchmarks.practice.training import EVALUATION_BATCH, make_trainer
 from lightning_bayes import GLM, L2MCallback, LaplaceCallback, Tuning
 
 MAP, TEMPERATURE, ENSEMBLE, PEER = "MAP", "MAP + temperature", "ensemble of 5", "laplace-torch"
+STUDENT = "MAP + Student-t"
 DEFAULT, UNVALIDATED, MARGLIK, L2M = "default", "default, no validation", "kron marglik probit", "L2M"
 LAST_LAYER = "last layer auto"
 TEMPERATURES = torch.logspace(-1.5, 1.5, 601)
@@ -53,6 +54,14 @@ def temperature(subject: Subject) -> Predictor:
         return _point(subject, float((f - y).square().mean().sqrt()))
     losses = torch.stack([F.cross_entropy(f.double() / T, y) for T in TEMPERATURES])
     return _point(subject, float(TEMPERATURES[losses.argmin()]))
+
+
+def student_t(subject: Subject) -> Predictor:
+    """The plain network with the variance and the degrees of freedom that fit validation data."""
+    if not subject.is_regression:
+        raise NotApplicable("classes have no noise")
+    calibrated = subject.fit().calibrate(subject.val, "map")
+    return of_posterior(lambda x: calibrated.predict(x, "map"))
 
 
 def _point(subject: Subject, number: float, network: Any = None) -> Predictor:
@@ -187,6 +196,7 @@ WITHOUT_US = (MAP, TEMPERATURE, ENSEMBLE, PEER)  # which do not change with the 
 METHODS: dict[str, Callable[[Subject], Predictor]] = {
     MAP: plain,
     TEMPERATURE: temperature,
+    STUDENT: student_t,
     ENSEMBLE: ensemble,
     DEFAULT: default,
     UNVALIDATED: default_without_validation,

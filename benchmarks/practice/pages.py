@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from benchmarks.keep import RESULTS, ROOT
 from benchmarks.practice import results
-from benchmarks.practice.comparison import CLOSE, Comparison
-from benchmarks.practice.methods import DEFAULT, L2M, LAST_LAYER, MAP, MARGLIK, PEER, TEMPERATURE, UNVALIDATED
+from benchmarks.practice.comparison import CLOSE, Comparison, mean
+from benchmarks.practice.methods import DEFAULT, L2M, LAST_LAYER, MAP, MARGLIK, PEER, STUDENT, TEMPERATURE, UNVALIDATED
 from benchmarks.practice.report import means, of_classes, of_regression
 from benchmarks.practice.results import Row
 from benchmarks.readme import section, with_text
@@ -35,12 +35,14 @@ CLASSES = {
 REGRESSION = {
     **CLASSES,
     TEMPERATURE: "MAP, σ from validation data",
+    STUDENT: "MAP with a Student-t from validation data",
     DEFAULT: '**`LaplaceCallback("regression")`**',
     MARGLIK: '`tune="marglik"`, with the noise',
     L2M: '`L2MCallback("regression")`',
     PEER: "laplace-torch: last layer, prior and noise by the evidence",
 }
 IN_README = (MAP, TEMPERATURE, DEFAULT, LAST_LAYER, UNVALIDATED, PEER)
+IN_TAILS = (MAP, TEMPERATURE, STUDENT, DEFAULT)
 README_COLUMNS = ("UCI", "FashionMNIST", "MNIST")
 
 
@@ -86,11 +88,17 @@ def publish() -> None:
 def page(rows: Sequence[Row]) -> str:
     """One section for each table that has rows."""
     confirm, report = (_classes(rows, group) for group in ("confirm", "report"))
-    regression = Comparison([row for row in rows if (row["group"], row["kind"]) == ("report", "regression")])
+    regressions = {
+        name: Comparison([row for row in rows if (row["group"], row["kind"]) == (name.lower(), "regression")])
+        for name in ("REPORT", "CONFIRM")
+    }
     tables = {
         "classes": _means(confirm, of_classes, "mean NLL / ECE / OOD-AUROC", CLASSES),
         "shares": _shares({"CONFIRM": confirm, "REPORT": report}),
-        "regression": _means(regression, of_regression, "median NLL / coverage of the 95 % interval", REGRESSION),
+        "regression": _means(
+            regressions["REPORT"], of_regression, "median NLL / coverage of the 95 % interval", REGRESSION
+        ),
+        "tails": _tails(regressions),
     }
     return "\n\n".join(section(name, text) for name, text in tables.items() if text) + "\n"
 
@@ -118,6 +126,26 @@ def _shares(groups: Mapping[str, Comparison]) -> str:
     headers = [f"{name} ({len({row['setup'] for row in rows.rows})})" for name, rows in measured.items()]
     lines = [[share.what, *(share.of(rows) for rows in measured.values())] for share in SHARES]
     return table(["share of networks whose NLL is …", *headers], lines) if measured else ""
+
+
+def _tails(groups: Mapping[str, Comparison]) -> str:
+    """For regressions, mean NLL, shares against MAP and coverage on standard splits, and mean NLL on gap splits."""
+    headers, lines = ["mean NLL / ≤ / < / coverage; gap NLL"], [[REGRESSION[method]] for method in IN_TAILS]
+    for name, rows in groups.items():
+        if not rows.rows:
+            continue
+        standard, gap = (
+            rows.where(lambda row, family=family: row["family"] == family)  # type: ignore[misc]
+            for family in ("standard splits", "gap splits")
+        )
+        headers += [f"{name}, {len(part.of(MAP))} {what}" for part, what in ((standard, "standard"), (gap, "gap"))]
+        for line, method in zip(lines, IN_TAILS, strict=True):
+            nll, coverage = (standard.values(method, number) for number in ("nll", "coverage"))
+            shares = [] if method == MAP else [standard.share(method, MAP, slack=slack) for slack in (CLOSE, 0.0)]
+            percent = [f"{share:.0%}" for share in shares if share is not None] or ["–"]
+            cell = " / ".join([f"{mean(nll):.3f}", *percent, f"{mean(coverage):.3f}"]) if nll else ""
+            line += [cell, f"{mean(of_gap):.2f}" if (of_gap := gap.values(method, "nll")) else ""]
+    return table(headers, lines) if len(headers) > 1 else ""
 
 
 if __name__ == "__main__":

@@ -63,14 +63,14 @@ def means(
 
 
 def of_classes(rows: Comparison, method: str) -> str:
-    numbers = [_short(mean(rows.values(method, name))) for name in ("nll", "ece")]
+    numbers = [short(mean(rows.values(method, name))) for name in ("nll", "ece")]
     auroc = rows.values(method, "ood_auroc")
-    return " / ".join([*numbers, *([_short(mean(auroc))] if auroc else [])])
+    return " / ".join([*numbers, *([short(mean(auroc))] if auroc else [])])
 
 
 def of_regression(rows: Comparison, method: str) -> str:
     nll, coverage = median(rows.values(method, "nll")), mean(rows.values(method, "coverage"))
-    return f"{nll:.2f} / {_short(coverage)}"
+    return f"{nll:.2f} / {short(coverage)}"
 
 
 def _with_spread(describe: Callable[[Comparison, str], str]) -> Callable[[Comparison, str], str]:
@@ -78,7 +78,7 @@ def _with_spread(describe: Callable[[Comparison, str], str]) -> Callable[[Compar
 
     def both(rows: Comparison, method: str) -> str:
         spread = rows.spread(method, "nll")
-        return describe(rows, method) + ("" if spread is None else f" (± {_short(spread)})")
+        return describe(rows, method) + ("" if spread is None else f" (± {short(spread)})")
 
     return both
 
@@ -128,6 +128,6 @@ def _outdated(rows: Sequence[Row], code: str) -> list[str]:
     return ["## Outdated", advice, "\n".join(lines)] if lines else []
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """.051, 1.374"""
     return f"{value:.3f}".replace("0.", ".", 1) if abs(value) < 1 else f"{value:.3f}"

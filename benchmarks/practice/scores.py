@@ -28,6 +28,7 @@ class Classes:
 class Reals:
     mean: Tensor  # [N, 1]
     variance: Tensor  # [N, 1], noise included
+    df: float = math.inf  # degrees of freedom of a Student-t
 
 
 Predicted = Classes | Reals
@@ -41,7 +42,8 @@ def of_posterior(predict: Callable[[Tensor], Prediction]) -> Predictor:
         parts = [predict(part) for part in x.split(EVALUATION_BATCH)]
         if parts[0].probs is not None:
             return Classes(torch.cat([p.probs for p in parts]))  # type: ignore[misc]
-        return Reals(*(torch.cat([getattr(p, name) for p in parts]) for name in ("mean", "variance")))
+        mean, variance = (torch.cat([getattr(p, name) for p in parts]) for name in ("mean", "variance"))
+        return Reals(mean, variance, math.inf if parts[0].df is None else float(parts[0].df[0, 0]))
 
     return predictor
 
@@ -72,7 +74,7 @@ def _of_regression(test: Reals, task: Task) -> dict[str, float]:
     """In the units of the targets."""
     y = task.test.y
     return {
-        "nll": float(metrics.gaussian_nll(test.mean, test.variance, y)) + math.log(task.y_scale),
-        "coverage": float(metrics.interval_coverage(test.mean, test.variance, y, level=0.95)),
+        "nll": float(metrics.gaussian_nll(test.mean, test.variance, y, test.df)) + math.log(task.y_scale),
+        "coverage": float(metrics.interval_coverage(test.mean, test.variance, y, test.df, level=0.95)),
         "rmse": float((test.mean - y).square().mean().sqrt()) * task.y_scale,
     }

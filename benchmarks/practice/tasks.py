@@ -6,8 +6,10 @@ Large datasets contribute a random part, so that training takes seconds.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from benchmarks.practice.setups import BUNDLED_CLASSES, BUNDLED_REGRESSION, IMAG
 N_IMAGES, N_TRAIN, N_VALIDATION, N_TEST, N_OOD = 5000, 4500, 500, 1000, 500
 ELSEWHERE = {"MNIST": ("FashionMNIST", "KMNIST"), "FashionMNIST": ("MNIST", "KMNIST"), "CIFAR10": ("SVHN",)}
 KNOWN_DIGITS = 8  # 8 and 9 are the unknown ones
+HELD_OUT = "held-out classes"
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,14 @@ class Task:
     train: Part
     val: Part
     test: Part
-    ood: Tensor | None
+    unknown: dict[str, Tensor]  # inputs by where they are from
     n_outputs: int
     y_scale: float  # targets of a regression are in these units
     rows: dict[str, Tensor]  # of the data set, for each part
+
+    @property
+    def ood(self) -> Tensor | None:
+        return torch.cat([*self.unknown.values()]) if self.unknown else None
 
 
 def read(setup: SetUp) -> Task:
@@ -63,7 +70,7 @@ def _regression(setup: SetUp) -> Task:
     scale = float(y[rows["train"]].std())
     y = (y - y[rows["train"]].mean()) / scale
     parts = _parts(_standardised(x, rows["train"]), y, rows)
-    return Task(*parts, ood=None, n_outputs=1, y_scale=scale, rows=rows)
+    return Task(*parts, unknown={}, n_outputs=1, y_scale=scale, rows=rows)
 
 
 def _friedman(generator: torch.Generator, n: int = 600) -> tuple[Tensor, Tensor]:
@@ -77,48 +84,53 @@ def _classes(setup: SetUp) -> Task:
     generator = torch.Generator().manual_seed(setup.seed)
     bundled = BUNDLED_CLASSES.get(setup.data)
     x, y = datasets.bundled(bundled) if bundled else datasets.uci_classification(setup.data)
-    ood = None
+    unknown = {}
     if setup.data == "digits":
         x = x.reshape(-1, 1, 8, 8) / 16
-        ood, x, y = x[y >= KNOWN_DIGITS], x[y < KNOWN_DIGITS], y[y < KNOWN_DIGITS]
+        unknown, x, y = {HELD_OUT: x[y >= KNOWN_DIGITS]}, x[y < KNOWN_DIGITS], y[y < KNOWN_DIGITS]
     order = torch.randperm(len(x), generator=generator)[: N_IMAGES + N_TEST]
     fifth = len(order) // 5
     n_test, n_val = min(N_TEST, fifth), min(N_VALIDATION, fifth)
     rows = {"train": order[n_test + n_val :], "val": order[n_test : n_test + n_val], "test": order[:n_test]}
     if setup.data != "digits":
         x = _standardised(x, rows["train"])
-    return Task(*_parts(x, y, rows), ood=ood, n_outputs=int(y.max()) + 1, y_scale=1.0, rows=rows)
+    return Task(*_parts(x, y, rows), unknown=unknown, n_outputs=int(y.max()) + 1, y_scale=1.0, rows=rows)
 
 
 def _images(setup: SetUp) -> Task:
     generator = torch.Generator().manual_seed(setup.seed)
     x, y = _read_images(setup.data, True)
     x_test, y_test = _read_images(setup.data, False)
-    order = torch.randperm(len(x), generator=generator)[:N_IMAGES]
-    test = torch.randperm(len(x_test), generator=generator)[:N_TEST]
-    rows = {"train": order[:N_TRAIN], "val": order[N_TRAIN:], "test": test}
+    known = torch.tensor(setup.known or range(10))
+
+    def rows_of(y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of known and of other classes, in random order."""
+        assert y is not None  # only SVHN comes without labels
+        order = torch.randperm(len(y), generator=generator)
+        is_known = torch.isin(y[order], known)
+        return order[is_known], order[~is_known]
+
+    order, (test, others) = rows_of(y)[0][:N_IMAGES], rows_of(y_test)
+    rows = {"train": order[:N_TRAIN], "val": order[N_TRAIN:], "test": test[:N_TEST]}
     pixels = x[rows["train"]].float()
     mean, std = pixels.mean((0, 2, 3), keepdim=True), pixels.std((0, 2, 3), keepdim=True)
 
-    def part(x: Tensor, y: Tensor | None, chosen: Tensor) -> Part:
-        assert y is not None  # only SVHN comes without labels
-        return Part((x[chosen].float() - mean) / std, y[chosen])
+    def part(x: Tensor, y: Any, name: str) -> Part:
+        return Part((x[rows[name]].float() - mean) / std, torch.searchsorted(known, y[rows[name]]))
 
-    elsewhere = []
+    unknown = {HELD_OUT: x_test[others[:N_OOD]]} if len(others) else {}
+    elsewhere = {}
     for name in ELSEWHERE[setup.data]:
-        try:
+        with suppress(datasets.MissingDataError):
             other, _ = _read_images(name, False)
-        except datasets.MissingDataError:
-            continue
-        elsewhere.append(other[torch.randperm(len(other), generator=generator)])
-    share = N_OOD // max(1, len(elsewhere))
-    ood = (torch.cat([other[:share] for other in elsewhere]).float() - mean) / std if elsewhere else None
+            elsewhere[name] = other[torch.randperm(len(other), generator=generator)]
+    unknown |= {name: other[: N_OOD // len(elsewhere)] for name, other in elsewhere.items()}
     return Task(
-        part(x, y, rows["train"]),
-        part(x, y, rows["val"]),
-        part(x_test, y_test, rows["test"]),
-        ood,
-        n_outputs=10,
+        part(x, y, "train"),
+        part(x, y, "val"),
+        part(x_test, y_test, "test"),
+        {name: (other.float() - mean) / std for name, other in unknown.items()},
+        n_outputs=len(known),
         y_scale=1.0,
         rows=rows,
     )

@@ -24,6 +24,7 @@ from benchmarks.practice import tasks
 from benchmarks.practice.networks import NETWORKS, Net
 from benchmarks.practice.setups import SetUp
 from benchmarks.practice.tasks import Task
+from lightning_bayes import BayesWarning
 
 EVALUATION_BATCH = 128
 PATIENCE = 5  # epochs
@@ -120,9 +121,10 @@ def make_trainer(callbacks: list[Callback], **settings: Any) -> L.Trainer:
 
 
 def quiet() -> None:
-    """Silence Lightning's notices on devices and workers, which would appear for every network."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    """Silence notices, on devices, workers and small data, which would appear for every network."""
+    logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", category=BayesWarning)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
 
 

@@ -24,12 +24,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, inputs
+from lightning_bayes.network.messages import warn
 from lightning_bayes.network.processes import is_sharded, reshard
 from lightning_bayes.network.subset import trainable
 from lightning_bayes.options.fit import prior_option
@@ -180,7 +180,7 @@ class L2MCallback(PosteriorCallback):
         if self._counts and self.loss_scale is None:
             default_loss_scale(self.likelihood, 1)
         if trainer.gradient_clip_val:
-            rank_zero_warn(
+            warn(
                 f"gradients are clipped at {trainer.gradient_clip_val:g}: where that happens, the optimizer's second "
                 "moment, and with it L2M's precision, is too small"
             )

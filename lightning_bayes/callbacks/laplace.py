@@ -18,7 +18,6 @@ from typing import Any, ClassVar, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
@@ -41,6 +40,7 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes
 from lightning_bayes.network.gathered_layer import gathered
 from lightning_bayes.network.loaders import check_loader
+from lightning_bayes.network.messages import inform, warn
 from lightning_bayes.network.processes import is_sharded, reshard
 from lightning_bayes.options.fit import CurvatureWord, FisherMC, LowRank, StructureOption, StructureWord, SubsetWord
 from lightning_bayes.options.predictive import GP
@@ -323,7 +323,7 @@ class LaplaceCallback(PosteriorCallback):
             instead = (
                 "the last layer is taken, set subset='all' for them" if given_up else "subset='last_layer' takes one"
             )
-            rank_zero_info(
+            inform(
                 f"{self.name}: over all {everything.size} weights, a prediction would take about {passes:.0f} forward "
                 f"passes of its batch; {instead}"
             )
@@ -382,7 +382,7 @@ class LaplaceCallback(PosteriorCallback):
             except CheckpointError as error:
                 if elsewhere:
                     raise
-                rank_zero_warn(str(error))
+                warn(str(error))
         self._best_path = best.path if elsewhere and best is not None else None
 
     def _fitted_to(self, trainer: Trainer, module: LightningModule, path: str, of: str) -> LaplacePosterior:

@@ -29,7 +29,6 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, format_names, format_value
@@ -39,7 +38,8 @@ from lightning_bayes.evidence.evidence import PriorGroups
 from lightning_bayes.evidence.tuning import ascend, fixed_point
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, inputs
-from lightning_bayes.network.accumulation import float64_device
+from lightning_bayes.network.float64 import float64_device
+from lightning_bayes.network.messages import inform, warn
 from lightning_bayes.network.subset import layer_of
 from lightning_bayes.options.fit import CurvatureWord, FisherMC, StructureOption, StructureWord, SubsetWord
 from lightning_bayes.options.tuning import EvidenceWord, Learning, learning_option
@@ -198,7 +198,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         """The evidence of another subset, as before layers were unfrozen, belongs to another model."""
         if self._best is not None and self._best.parameters != parameters:
             self._best = None
-            rank_zero_info(f"{self.name}: other weights train now, so the search for the best evidence starts again")
+            inform(f"{self.name}: other weights train now, so the search for the best evidence starts again")
 
     def _climb(self, trainer: Trainer, posterior: LaplacePosterior) -> LaplacePosterior:
         learning = self.learning
@@ -219,7 +219,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         super()._report(trainer, posterior, of)
         γ, d = float(posterior.effective_parameters), posterior.subset.size
         if γ > _DETERMINED * d and not of:
-            rank_zero_info(
+            inform(
                 f"{self.name}: the data determine {γ:.4g} of {d} weights, nearly all: a larger network may learn more "
                 "from them"
             )
@@ -283,7 +283,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             restore_tensors(module, self._best.weights)
             self._hyperparameters = self._best.hyperparameters
         if not only_missing and not self._refitted:
-            rank_zero_warn(
+            warn(
                 f"{self.name}: training has ended before the prior was learned: lower burn_in_epochs="
                 f"{self.burn_in_epochs} or every_n_epochs={self.every_n_epochs}"
             )
@@ -457,7 +457,7 @@ class PriorGradient:
         """Warn if a pass, whose evidence learns the prior, has another number of examples."""
         if self.n_data and self.n_data != n_data and not self._said_n_data and not is_dev_run(trainer):
             self._said_n_data = True
-            rank_zero_warn(
+            warn(
                 f"{self._name}: the evidence is that of {n_data} examples, but in training the prior counts as for "
                 f"{self.n_data}: make n_data= and data= agree"
             )
@@ -492,14 +492,14 @@ class LossScale:
     def _choose(self, c: float | None, n_targets: int, automatic: bool) -> float:
         if self._given is not None:
             if c is not None and not math.isclose(c, self._given, rel_tol=SAME_SCALE):
-                rank_zero_warn(
+                warn(
                     f"{self._name}: loss_scale={self._given:.4g} was given, but the loss of the first batch is {c:.4g} "
                     "times the mean negative log-likelihood: the given value is used"
                 )
             return self._given
         if c is None:
             c = default_loss_scale(self._likelihood, n_targets)
-            tell = rank_zero_info if automatic else rank_zero_warn  # in manual optimization no loss is compared
+            tell = inform if automatic else warn  # in manual optimization no loss is compared
             tell(
                 f"{self._name}: the loss could not be compared with the likelihood: it is assumed to be {c:.4g} times "
                 "its mean negative logarithm; set loss_scale= if it is not"

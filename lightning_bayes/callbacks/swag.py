@@ -15,13 +15,13 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_bayes.arguments import count, format_value, is_number
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes
 from lightning_bayes.network.loaders import ProgressLoader
+from lightning_bayes.network.messages import warn
 from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.moments import WeightMoments, update_statistics, with_statistics
@@ -215,7 +215,7 @@ class SWAGCallback(PosteriorCallback):
                     f"training ended with {taken} snapshots of the weights, and a variance needs {FEWEST}: there is no "
                     "posterior; start earlier, or use every_n_steps="
                 )
-                rank_zero_warn(f"{self.name}: {self._too_few}")
+                warn(f"{self.name}: {self._too_few}")
             return
         of_last_weights = [] if dev else [stored for stored in self._list_checkpoints(trainer) if stored.in_memory]
         posterior = self.fit_now(trainer, module)

@@ -13,7 +13,6 @@ other, and give the class a `word`: defining the class registers it.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,13 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import register
-from lightning_bayes.curvature.blocks import (
-    Block,
-    DenseBlock,
-    DiagonalBlock,
-    EigenvalueBlock,
-    KroneckerBlock,
-)
+from lightning_bayes.curvature.blocks import Block, DenseBlock, DiagonalBlock, EigenvalueBlock, KroneckerBlock
 from lightning_bayes.curvature.data_pass import Batch, BatchSum, Fisher
 from lightning_bayes.jacobian.calls import Call
 from lightning_bayes.jacobian.checks import check_examples_apart, check_output
@@ -41,6 +34,7 @@ from lightning_bayes.jacobian.rows import JacobianRows
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, SubsetError, inputs
 from lightning_bayes.network.loaders import Bar, progress_bar
+from lightning_bayes.network.messages import warn
 from lightning_bayes.options.fit import register_structure
 from lightning_bayes.structures import (
     BlockDiagonal,
@@ -55,8 +49,6 @@ from lightning_bayes.structures import (
     Structure,
 )
 from lightning_bayes.structures.factor import Rank
-
-logger = logging.getLogger("lightning_bayes")
 
 FisherRoot = Callable[[Any, Tensor, Tensor], Tensor]  # from x, y and the numbers of the examples; see `fisher_root`
 
@@ -76,8 +68,8 @@ class FactorOptions:
 
 
 class Accumulator(ABC):
-    """Called for every batch: `add_inputs`; then for every chunk of columns: `begin_chunk`, `add_layer` for every site,
-    `add_parameter`, `end_chunk`."""
+    """Called for every batch: `add_inputs`; then for every chunk of columns: `begin_chunk`, `add_layer` and
+    `add_parameter` for each, `end_chunk`."""
 
     word: ClassVar[str | None] = None  # the value of `structure=`
     passes: ClassVar[int] = 1  # over the data
@@ -103,7 +95,7 @@ class Accumulator(ABC):
 
     @abstractmethod
     def add_layer(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
-        """Add the gradients at one site for one chunk of columns."""
+        """Add the gradients at one layer for one chunk of columns."""
 
     @abstractmethod
     def add_parameter(self, name: str, J: Tensor, examples: slice) -> None:
@@ -228,30 +220,30 @@ class BlockAccumulator(Accumulator):
                 f"single weights of a layer have no {self.form} form: use structure='full' or 'diag' for a subnetwork"
             )
         self._plan, self._sharing, self._dtype, self._device = plan, sharing, dtype, device
-        self._sites = [self.block(site) for site in plan.layers]
+        self._layer_blocks = [self.block(layer) for layer in plan.layers]
         names = plan.unmatched_parameters
-        self._leftovers = {name: self.exact_block(plan.parameter_layout(name).size) for name in names}
+        self._parameter_blocks = {name: self.exact_block(plan.parameter_layout(name).size) for name in names}
 
-    def block(self, site: LayerUse) -> Block:
+    def block(self, layer: LayerUse) -> Block:
         """The running sum for one layer."""
-        return self.exact_block(site.layout.size)
+        return self.exact_block(layer.layout.size)
 
     def exact_block(self, size: int) -> DenseBlock | DiagonalBlock:
         kind = DenseBlock if size <= LARGEST_DENSE else DiagonalBlock
         return kind(size, self._dtype, self._device)
 
     def add_inputs(self, matched: list[list[Call]]) -> None:
-        for site, block, calls in zip(self._plan.layers, self._sites, matched, strict=True):
+        for layer, block, calls in zip(self._plan.layers, self._layer_blocks, matched, strict=True):
             if calls:
-                block.add_inputs(site, _rows_for(block, calls))
+                block.add_inputs(layer, _rows_for(block, calls))
 
     def add_layer(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
-        site, block = self._plan.layers[index], self._sites[index]
+        layer, block = self._plan.layers[index], self._layer_blocks[index]
         calls = _rows_for(block, calls)
-        block.add_gradients(site, calls, site.gradients(calls, grads))
+        block.add_gradients(layer, calls, layer.gradients(calls, grads))
 
     def add_parameter(self, name: str, J: Tensor, examples: slice) -> None:
-        self._leftovers[name].add_jacobian(J)
+        self._parameter_blocks[name].add_jacobian(J)
 
     def gather(self, processes: Processes) -> None:
         for _, _, block in self._all():
@@ -266,7 +258,7 @@ class BlockAccumulator(Accumulator):
 
     def finish(self, processes: Processes) -> Structure:
         names, layouts, blocks = map(list, zip(*self._all(), strict=True))
-        self._sites, self._leftovers = [], {}
+        self._layer_blocks, self._parameter_blocks = [], {}
         structures: list[Structure] = []
         total = sum(block.n_factors for block in blocks)
         with progress_bar(
@@ -300,14 +292,14 @@ class BlockAccumulator(Accumulator):
         return [factor for factor in factors if factor is not None]
 
     def blocks(self) -> list[tuple[str, str]]:
-        sites = zip(self._plan.layers, self._sites, strict=True)
-        described = [(self._plan.describe(rows), block.label) for site, block in sites for rows in site.parameters]
-        return described + [(name, block.label) for name, block in self._leftovers.items()]
+        layers = zip(self._plan.layers, self._layer_blocks, strict=True)
+        described = [(self._plan.describe(rows), block.label) for layer, block in layers for rows in layer.parameters]
+        return described + [(name, block.label) for name, block in self._parameter_blocks.items()]
 
     def _all(self) -> list[tuple[str, Layout, Block]]:
-        sites = zip(self._plan.layers, self._sites, strict=True)
-        return [(site.name, site.layout, block) for site, block in sites] + [
-            (name, self._plan.parameter_layout(name), block) for name, block in self._leftovers.items()
+        layers = zip(self._plan.layers, self._layer_blocks, strict=True)
+        return [(layer.name, layer.layout, block) for layer, block in layers] + [
+            (name, self._plan.parameter_layout(name), block) for name, block in self._parameter_blocks.items()
         ]
 
 
@@ -334,10 +326,10 @@ class KroneckerAccumulator(BlockAccumulator):
         super().__init__(plan, sharing, dtype, device)
         self.needs_axes = sharing == "reduce"
 
-    def block(self, site: LayerUse) -> Block:
-        if not site.kronecker:
-            return super().block(site)
-        return KroneckerBlock(site, self._sharing, self._dtype, self._device, self.keeps_rows)
+    def block(self, layer: LayerUse) -> Block:
+        if not layer.kronecker:
+            return super().block(layer)
+        return KroneckerBlock(layer, self._sharing, self._dtype, self._device, self.keeps_rows)
 
 
 def _rows_for(block: Block, calls: list[Call]) -> list[Call]:
@@ -396,11 +388,11 @@ class EKFACAccumulator(KroneckerAccumulator):
 
     def second_pass(self, fitted: Structure) -> Accumulator | None:
         """For the Kronecker blocks only; other blocks are already exact."""
-        sites = tuple(site for site in self._plan.layers if site.kronecker)
-        if not sites:
+        layers = tuple(layer for layer in self._plan.layers if layer.kronecker)
+        if not layers:
             return None
         assert isinstance(fitted, EKFACBlockDiagonal)
-        plan = replace(self._plan, layers=sites, unmatched_parameters=())
+        plan = replace(self._plan, layers=layers, unmatched_parameters=())
         return EigenvalueAccumulator(plan, fitted, self._sharing, self._dtype, self._device)
 
 
@@ -413,8 +405,8 @@ class EigenvalueAccumulator(BlockAccumulator):
         self._fitted, self._block_of = fitted, fitted.layer_blocks(plan.subset)
         super().__init__(plan, sharing, dtype, device)
 
-    def block(self, site: LayerUse) -> EigenvalueBlock:
-        basis = self._block_of(site.layout)
+    def block(self, layer: LayerUse) -> EigenvalueBlock:
+        basis = self._block_of(layer.layout)
         assert isinstance(basis, Kronecker)
         return EigenvalueBlock(basis, spans_gradients=self._sharing == "expand")
 
@@ -441,7 +433,7 @@ class ColumnSum(BatchSum):
         super().__init__(network, plan.subset, likelihood, fisher)
         self._plan, self._fisher_root = plan, fisher_root
         self._layer_gradients = LayerGradients()
-        self._leftover_gradients = ParameterGradients(network, self.parameters)
+        self._parameter_gradients = ParameterGradients(network, self.parameters)
         self._accumulator = STRUCTURES[structure](plan, weight_sharing, self.dtype, self.device)
         self._accumulator.factor_options = replace(factors, fixed_scale=likelihood.tunable_noise is None)
         self._structure: Structure | None = None
@@ -472,12 +464,12 @@ class ColumnSum(BatchSum):
             self._accumulator.begin_chunk(len(columns), len(f))
             grads = self._layer_gradients(f, used, columns, matched.plain) if used else []
             with torch.no_grad():
-                for site, calls in enumerate(matched.calls):
+                for index, calls in enumerate(matched.calls):
                     if calls:
-                        self._accumulator.add_layer(site, calls, grads[: len(calls)])
+                        self._accumulator.add_layer(index, calls, grads[: len(calls)])
                         del grads[: len(calls)]  # frees a layer's gradients after their use
             if matched.unmatched_parameters:
-                self._leftover_gradients(
+                self._parameter_gradients(
                     batch.x, columns, matched.unmatched_parameters, self._accumulator.add_parameter
                 )
             self._accumulator.end_chunk()
@@ -495,11 +487,12 @@ class ColumnSum(BatchSum):
             what = f"share rows of {', '.join(shared)}"
             if isinstance(batch.x, inputs.WholeInput):
                 what = f"cannot be separated in an input of type {batch.x.kind}"
-            logger.warning(
+            warn(
                 "batch %d: examples %s; such batches run one example at a time, which is exact but slow: "
                 "structure='diag' or subset='last_layer' cost least",
                 batch.number,
                 what,
+                from_all=True,
             )
         outputs = []
         for n in range(len(batch.y)):

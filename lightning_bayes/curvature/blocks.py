@@ -28,7 +28,7 @@ from lightning_bayes.jacobian.gradients import CACHE
 from lightning_bayes.jacobian.layers import BatchAxis, Embedding, Rows, strip_products
 from lightning_bayes.jacobian.plan import LayerUse
 from lightning_bayes.network import Processes
-from lightning_bayes.network.accumulation import float64_device
+from lightning_bayes.network.float64 import float64_device
 from lightning_bayes.structures import EKFAC, Dense, Diagonal, Factor, Gram, Kronecker, Structure
 
 PANEL = 256  # columns of a triangular product at a time
@@ -44,11 +44,11 @@ class Block(ABC):
     needs_examples = True  # whether it needs to know the example of each row
     n_factors = 0  # to decompose
 
-    def add_inputs(self, site: LayerUse, calls: list[Call]) -> None:  # noqa: B027, optional
+    def add_inputs(self, layer: LayerUse, calls: list[Call]) -> None:  # noqa: B027, optional
         """Add the inputs, once per batch."""
 
     @abstractmethod
-    def add_gradients(self, site: LayerUse, calls: list[Call], g: Tensor) -> None:
+    def add_gradients(self, layer: LayerUse, calls: list[Call], g: Tensor) -> None:
         """Add the gradients of one chunk of columns.  # g [K, G, B, T, O]"""
 
     @property
@@ -82,11 +82,11 @@ class DiagonalBlock(Block):
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._values = torch.zeros(size, dtype=dtype, device=device)
 
-    def add_gradients(self, site: LayerUse, calls: list[Call], g: Tensor) -> None:
-        if site.kind == "embedding":
+    def add_gradients(self, layer: LayerUse, calls: list[Call], g: Tensor) -> None:
+        if layer.kind == "embedding":
             self._values += embedding_diagonal(calls, g.to(self._values.dtype))
             return
-        add_diagonal_(self._values.view(site.layout.shape), partial(site.strips, calls), g)
+        add_diagonal_(self._values.view(layer.layout.shape), partial(layer.strips, calls), g)
 
     def add_jacobian(self, J: Tensor) -> None:
         """Add per-example gradients.  # [K, B, p]"""
@@ -106,8 +106,8 @@ class DenseBlock(Block):
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._matrix = torch.zeros(1, size, size, dtype=dtype, device=device)
 
-    def add_gradients(self, site: LayerUse, calls: list[Call], g: Tensor) -> None:
-        self.add_jacobian(site.jacobian(calls, g.to(self._matrix.dtype)))
+    def add_gradients(self, layer: LayerUse, calls: list[Call], g: Tensor) -> None:
+        self.add_jacobian(layer.jacobian(calls, g.to(self._matrix.dtype)))
 
     def add_jacobian(self, J: Tensor) -> None:
         """Add per-example gradients.  # [K, B, p]"""
@@ -125,42 +125,42 @@ class KroneckerBlock(Block):
     label = "Kronecker"
 
     def __init__(
-        self, site: LayerUse, sharing: str, dtype: torch.dtype, device: torch.device, keeps_rows: bool = True
+        self, layer: LayerUse, sharing: str, dtype: torch.dtype, device: torch.device, keeps_rows: bool = True
     ) -> None:
-        G, O, I = site.layout.shape
-        self._name = site.name
+        G, O, I = layer.layout.shape
+        self._name = layer.name
         self._A: InputSum | None = None
-        if site.kind == "embedding" and sharing == "expand":
+        if layer.kind == "embedding" and sharing == "expand":
             self._tokens = torch.zeros(G, I, dtype=dtype, device=device)
             self._n_tokens = torch.zeros((), dtype=torch.float64, device=float64_device(device))
         else:
-            self._A = InputSum((G, I), site.bias is not None, dtype, device, keeps_rows)
+            self._A = InputSum((G, I), layer.bias is not None, dtype, device, keeps_rows)
         self._G = torch.zeros(G, O, O, dtype=dtype, device=device)
         self._reduce = self.needs_examples = sharing == "reduce"
         self.n_factors = 1 if self._A is None else 2
 
-    def add_inputs(self, site: LayerUse, calls: list[Call]) -> None:
+    def add_inputs(self, layer: LayerUse, calls: list[Call]) -> None:
         if self._A is None:
-            for layer, _ in _embeddings(calls):
-                self._add_tokens(layer)
+            for embedding, _ in _embeddings(calls):
+                self._add_tokens(embedding)
             return
-        if not self._reduce and site.weight is not None and not self._A.keeps(self._count(site, calls)):
+        if not self._reduce and layer.weight is not None and not self._A.keeps(self._count(layer, calls)):
             grams = [known for call in calls if (known := call.layer.input_gram()) is not None]
             if len(grams) == len(calls):
                 for gram in grams:
                     self._A.add_product(*gram)
                 return
-        strips = site.strips(calls)
+        strips = layer.strips(calls)
         if strips is None:
             none = self._G.new_zeros(len(self._G), 0)
-            self._A.add_product(none.unsqueeze(-1), none, self._count(site, calls))
+            self._A.add_product(none.unsqueeze(-1), none, self._count(layer, calls))
             return
         if self._reduce:
             self._A.add(_mean_input(a.to(self._G.dtype) for a in strips))
         for a in strips:  # empty after a reduction
             self._A.add(a.flatten(1, 2))  # [G, rows, I]
 
-    def add_gradients(self, site: LayerUse, calls: list[Call], g: Tensor) -> None:
+    def add_gradients(self, layer: LayerUse, calls: list[Call], g: Tensor) -> None:
         g = g.to(self._G.dtype)
         if self._reduce:
             g = g.sum(3, keepdim=True)
@@ -204,13 +204,13 @@ class KroneckerBlock(Block):
         self._tokens += counts
         self._n_tokens += counts.sum()
 
-    def _count(self, site: LayerUse, calls: list[Call]) -> int:
+    def _count(self, layer: LayerUse, calls: list[Call]) -> int:
         """The number of inputs."""
         if self._reduce:
             axis = calls[0].rows
             assert isinstance(axis, BatchAxis)
             return calls[0].output_shape[axis.dim] // axis.repeats
-        return sum(call.output_shape.numel() for call in calls) // (site.layout.shape[0] * site.layout.shape[1])
+        return sum(call.output_shape.numel() for call in calls) // (layer.layout.shape[0] * layer.layout.shape[1])
 
 
 def _mean_input(strips: Iterable[Tensor]) -> Tensor:
@@ -273,28 +273,28 @@ class EigenvalueBlock(Block):
         self._basis, self._spans_gradients = basis, spans_gradients
         self._values = torch.zeros(basis.shape, dtype=basis.dtype, device=basis.device)  # Λ [G, O, I]
 
-    def add_gradients(self, site: LayerUse, calls: list[Call], g: Tensor) -> None:
+    def add_gradients(self, layer: LayerUse, calls: list[Call], g: Tensor) -> None:
         g, T = g.to(self._values.dtype), g.shape[3]
         Q_G, Q_A = self._basis.left.vectors, self._basis.right.vectors
-        if Q_A is None and site.kind == "embedding":
+        if Q_A is None and layer.kind == "embedding":
             self._values += embedding_diagonal(calls, _rotated_gradients(g, Q_G)).view_as(self._values)
         elif T == 1:
-            add_diagonal_(self._values, lambda part: _strips(site, calls, part, Q_A), _rotated_gradients(g, Q_G))
+            add_diagonal_(self._values, lambda part: _strips(layer, calls, part, Q_A), _rotated_gradients(g, Q_G))
         else:
-            self._add_shared(site, calls, g)
+            self._add_shared(layer, calls, g)
 
-    def _add_shared(self, site: LayerUse, calls: list[Call], g: Tensor) -> None:
+    def _add_shared(self, layer: LayerUse, calls: list[Call], g: Tensor) -> None:
         """Layers with shared positions, a few examples at a time."""
         (K, G, B, T, O), I = g.shape, self._values.shape[2]
         Q_G, Q_A = self._basis.left.vectors, self._basis.right.vectors
-        of_inputs = Q_A if site.weight is not None and T < K * O else None  # rotate the inputs if they are smaller
+        of_inputs = Q_A if layer.weight is not None and T < K * O else None  # rotate the inputs if they are smaller
         if T < I:
             g, Q_G = _rotated_gradients(g, Q_G), None
         chunk = max(1, CACHE // (G * I * (T + K * O) * g.element_size()))
         for start in range(0, B, chunk):
             part = slice(start, start + chunk)
-            strips = _strips(site, calls, part, of_inputs)
-            has_ones = site.bias is not None and of_inputs is None
+            strips = _strips(layer, calls, part, of_inputs)
+            has_ones = layer.bias is not None and of_inputs is None
             parts = strip_products(strips, g[:, :, part], has_ones)  # of weight and bias [G, b, K, O, …]
             J = parts.pop() if len(parts) == 1 else torch.cat(parts, dim=-1)  # [G, b, K, O, I]
             if of_inputs is None:
@@ -322,12 +322,12 @@ def _rotated_gradients(g: Tensor, Q: Tensor | None) -> Tensor:
     return _rotated(g.transpose(0, 1), Q).transpose(0, 1)
 
 
-def _strips(site: LayerUse, calls: list[Call], examples: slice, Q: Tensor | None) -> Iterator[Tensor] | None:
+def _strips(layer: LayerUse, calls: list[Call], examples: slice, Q: Tensor | None) -> Iterator[Tensor] | None:
     """`[a 1] Q_A` in strips of positions, or `a` itself.  # [G, b, t, I + 1]"""
-    strips = site.strips(calls, examples)
+    strips = layer.strips(calls, examples)
     if strips is None or Q is None:
         return strips
-    I = Q.shape[1] - (site.bias is not None)
+    I = Q.shape[1] - (layer.bias is not None)
     ones = Q[:, I:].sum(1)[:, None, None]  # the rotated one of the bias; zero without a bias
     return (_rotated(a.to(Q.dtype), Q[:, :I]) + ones for a in strips)
 

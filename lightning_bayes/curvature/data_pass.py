@@ -7,7 +7,6 @@ repeats the pass as often as the fit requires. A `BatchSum` adds up the curvatur
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -20,12 +19,11 @@ from torch import Tensor, nn
 from lightning_bayes.jacobian.checks import ORDER_REMEDY, SAME_ORDER, BatchChecks, PassOrder, check_output
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, Subset, inputs, private
-from lightning_bayes.network.accumulation import float64_device, in_float64, number_like, widest
 from lightning_bayes.network.errors import not_finite
+from lightning_bayes.network.float64 import float64_device, in_float64, number_like, widest
+from lightning_bayes.network.messages import warn
 from lightning_bayes.network.output import Output
 from lightning_bayes.structures import Structure
-
-logger = logging.getLogger("lightning_bayes")
 
 EMPTY = "the loader is empty: pass at least one batch"
 Batches = Callable[[str], Iterable[tuple[Any, Tensor]]]  # one pass over `(x, y)`; the string describes it
@@ -137,6 +135,7 @@ class DataPass:
     def __init__(self, likelihood: Likelihood, processes: Processes | None = None, first_example: int = 0) -> None:
         self._likelihood, self._processes, self._first_example = likelihood, processes or Processes(), first_example
         self._n_passes = 0
+        self._gradient: Tensor | None = None
         self.n_data = self.n_outputs = 0  # over all processes, after the first pass
 
     def fit(self, batches: Batches, make_sum: MakeSum, total: BatchSum | None = None) -> Curvature:
@@ -213,21 +212,20 @@ class DataPass:
         total = self._total
         total.gather(self._processes)
         counts = self._totals.new_tensor([self._n_examples, self._n_numbers])
+        learned = []
         if self._n_passes == 1 and total.learns_likelihood:
-            self._gradient = None
+            learned.append(self._totals)
             if self._gradients:
-                self._gradient = total.subset.narrow(torch.cat([g.flatten() for g in self._gradients]))
-            gradient = [] if self._gradient is None else [self._gradient]
-            self._processes.sum_([*total.sums, *gradient, counts, self._totals])
-        else:
-            self._processes.sum_([*total.sums, counts])
+                self._gradient = total.subset.join(self._gradients)
+                learned.append(self._gradient)
+        self._processes.sum_([*total.sums, counts, *learned])
         self._check_counts(*map(int, counts.tolist()))
         if (name := total.overflowing()) is not None:
             raise not_finite(name)
         if self._n_passes > 1 and not self._order.is_same(self._processes, self._totals.device):
             if total.needs_same_labels:
                 raise DataError(f"curvature='fisher_mc' needs {SAME_ORDER}: {ORDER_REMEDY}")
-            logger.warning(
+            warn(
                 "curvature='fisher_mc' draws the same labels in each pass only from %s; the second pass has drawn "
                 "others: %s",
                 SAME_ORDER,

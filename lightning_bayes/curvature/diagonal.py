@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -58,15 +58,13 @@ from lightning_bayes.jacobian.graph import keeps_rows, uses
 from lightning_bayes.jacobian.plan import Plan, make_plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, inputs
-from lightning_bayes.network.borrowed import borrowed, unwrap
-from lightning_bayes.network.private import pytree
+from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.private import uncompiled
+from lightning_bayes.options.fit import DiagonalMethod
 from lightning_bayes.structures import Diagonal
 
 MERGING = 4.0  # the cost of an operation in an orthogonal decomposition, relative to a matrix product
-MODES = ("auto", "exact", "approx", "mixed")
 THRESHOLD = 256  # the largest number of features per example for which "mixed" keeps the whole matrix
-
-__all__ = ["MODES", "BatchDiagonal", "DiagonalSum", "RuleError", "choose_mode"]
 
 
 class BatchDiagonal:
@@ -83,7 +81,7 @@ class BatchDiagonal:
         threshold: float = THRESHOLD,
         checks: bool = True,
     ) -> None:
-        word("mode", mode, MODES)
+        word("mode", mode, get_args(DiagonalMethod))
         if not threshold >= 0:
             raise ValueError(f"threshold must not be negative, got {threshold}")
         self.network, self.subset, self.likelihood = network, subset, likelihood
@@ -93,9 +91,9 @@ class BatchDiagonal:
 
     def __call__(self, x: Any, y: Tensor) -> Tensor:
         """The sum over the batch.  # [P]"""
-        network = unwrap(self.network)
+        network = uncompiled(self.network)
         with borrowed(network, self.subset.names), torch.no_grad():
-            x = _copy(x)
+            x = inputs.map_tensors(x, Tensor.detach)
             self._method = self._method or self._choose_method(network, x)
             return self._method(network, x, y)
 
@@ -143,8 +141,7 @@ class BatchDiagonal:
             walk.from_root(Λ, self.likelihood.couples_outputs)
         else:
             walk.from_diagonal(Λ)
-        diagonals = [_or_zeros(walk.diagonals[id(p)], p) for p in parameters]
-        return self.subset.narrow(torch.cat([d.reshape(-1) for d in diagonals]))
+        return self.subset.join(_or_zeros(walk.diagonals[id(p)], p) for p in parameters)
 
     def _check(self, x: Any, outputs: Tensor, y: Tensor) -> Tensor:
         """The targets, with zeros for invalid ones until the next look."""
@@ -182,9 +179,9 @@ class DiagonalSum(BatchSum):
 def choose_mode(network: nn.Module, subset: Subset, x: Any, threshold: float) -> Literal["exact", "mixed"]:
     """The mode for "auto": "exact" if `M` is never large, otherwise "mixed"; an error names an operation without a
     rule."""
-    network = unwrap(network)
+    network = uncompiled(network)
     with borrowed(network, subset.names), torch.no_grad():
-        trial = probe(network, subset, _copy(x))
+        trial = probe(network, subset, inputs.map_tensors(x, Tensor.detach))
         if trial.largest <= threshold:
             return "exact"
         _rehearse(network, subset, trial, threshold)
@@ -205,11 +202,6 @@ def _or_zeros(d: Tensor | None, p: Tensor) -> Tensor:
     """In at least float32."""
     wide = torch.promote_types(p.dtype, torch.float32)
     return torch.zeros_like(p, dtype=wide) if d is None else d.to(wide)
-
-
-def _copy(x: Any) -> Any:
-    """A copy of the input without gradients, because the network may write into it."""
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), x)
 
 
 @dataclass

@@ -38,8 +38,8 @@ from lightning_bayes.curvature.tape import Op, RuleError
 from lightning_bayes.jacobian.calls import CONVOLUTIONS, as_tuple, layer_arguments, layer_of, make_layer
 from lightning_bayes.jacobian.layers import PLAIN, Convolution, Layer, TransposedConvolution
 from lightning_bayes.network import CurvatureError
+from lightning_bayes.network.float64 import eigh
 from lightning_bayes.structures import Layout
-from lightning_bayes.structures.eigendecomposition import eigh
 
 Inputs = Sequence[Tensor]
 Rule = Callable[[Op, list[Tensor], Inputs], list[Tensor]]  # one d per output -> one d for each of some tracked inputs

@@ -5,7 +5,6 @@ A fit takes one pass over the data, two for "ekfac", and several for "lowrank".
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,10 +25,10 @@ from lightning_bayes.jacobian.plan import describe, find_last_layer, make_plan, 
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
 from lightning_bayes.network.adapters import Sequences
-from lightning_bayes.network.borrowed import borrowed, preserved_rng, unwrap
-from lightning_bayes.network.errors import check_network
+from lightning_bayes.network.borrowed import borrowed, check_network, preserved_rng
 from lightning_bayes.network.inputs import WholeInput, explained
 from lightning_bayes.network.loaders import ProgressLoader, check_loader, n_examples, reads_once
+from lightning_bayes.network.messages import detail, warn
 from lightning_bayes.network.output import output_of, read_as, unwrap_output, wrap_output
 from lightning_bayes.network.subset import check_subset, resolve_subset
 from lightning_bayes.options.fit import (
@@ -45,8 +44,6 @@ from lightning_bayes.options.fit import (
     output_option,
     structure_option,
 )
-
-logger = logging.getLogger("lightning_bayes")
 
 AFFORDABLE = 20  # forward passes for one prediction
 SMALL = 10**6  # weights up to which the forward passes take little time
@@ -105,7 +102,7 @@ def fit_curvature(
     count("first_example", first_example, least=0)
     flag("dry_run", dry_run)
     likelihood, read = resolve(likelihood), output_option(output)
-    network = read_as(check_network(unwrap(network)), read.output, read.class_dim)
+    network = read_as(check_network(network), read.output, read.class_dim)
     check_loader(loader)
     check_passes(form, loader)
     normalised: tuple[str, ...] = ()
@@ -130,7 +127,7 @@ def fit_curvature(
                 n = n_examples(loader, processes)
                 scales_noise = likelihood.tunable_noise is not None and not likelihood.has_probs
                 form = form.resolve(scales_noise, chosen.size, None if n is None else n * plan.n_outputs)
-                logger.info("structure='auto' is %r for %d weights", form.kind, chosen.size)
+                detail("structure='auto' is %r for %d weights", form.kind, chosen.size)
             total: ColumnSum | DiagonalSum | LowRankSum
             if form.method != "exact":
                 total = DiagonalSum(network, chosen, likelihood, form.method)
@@ -174,7 +171,7 @@ def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihoo
             returned = unwrap_output(network)(*args, **kwargs)
         output = output.with_targets(returned, y, likelihood.chooses_one_class)
         if likelihood.chooses_one_class and output.is_ambiguous(returned, y):
-            logger.warning(
+            warn(
                 "outputs for targets of shape %s have as many positions as classes: classes are taken to be in "
                 "dimension 1; if they are in the last dimension, set class_dim=-1 of Network",
                 list(y.shape),
@@ -235,7 +232,7 @@ def _affordable_subset(network: nn.Module, x: Any) -> Subset:
     if everything.size <= SMALL or (passes := estimate_cost(network, x, everything).predict) <= AFFORDABLE:
         return everything
     last_layer = choose_subset(network, x, "last_layer")
-    logger.info(
+    detail(
         "subset='auto' takes the last layer (%d weights): with all %d weights, for which set subset='all', predict "
         "would cost about %.0f forward passes",
         last_layer.size,

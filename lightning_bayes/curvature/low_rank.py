@@ -16,8 +16,6 @@ eigenvalues of `T` that are only rounding. In a null space half of the rounding 
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor, nn
 
@@ -27,10 +25,9 @@ from lightning_bayes.jacobian.plan import Plan
 from lightning_bayes.jacobian.products import GGNProduct, output_fisher
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, Processes
-from lightning_bayes.network.accumulation import in_float64
+from lightning_bayes.network.float64 import in_float64
+from lightning_bayes.network.messages import detail
 from lightning_bayes.structures import LowRank
-
-logger = logging.getLogger("lightning_bayes")
 
 WORD = "lowrank"
 BLOCK = 16  # vectors in a block, at least
@@ -45,13 +42,7 @@ class LowRankSum(BatchSum):
     needs_same_labels = True
 
     def __init__(
-        self,
-        network: nn.Module,
-        plan: Plan,
-        likelihood: Likelihood,
-        fisher: Fisher,
-        rank: int,
-        dry_run: bool = False,
+        self, network: nn.Module, plan: Plan, likelihood: Likelihood, fisher: Fisher, rank: int, dry_run: bool = False
     ) -> None:
         super().__init__(network, plan.subset, likelihood, fisher)
         rank, width, most = (1, 2, 2) if dry_run else _sizes(plan.subset.size, rank, plan.n_outputs)
@@ -93,7 +84,7 @@ class LowRankSum(BatchSum):
 
     def structure(self) -> LowRank:
         values, vectors = self._lanczos.eigenpairs()
-        logger.info(
+        detail(
             "lowrank: %d eigenpairs, with residuals of at most %.1g of their eigenvalues, by %d products in %d passes",
             len(values),
             max(self._lanczos.residuals()[: len(values)].tolist(), default=0.0),

@@ -36,14 +36,7 @@ from lightning_bayes.structures import Diagonal
 from lightning_bayes.structures.sharded import ParameterShard
 
 CURVATURES = ("empirical_fisher", "fisher_mc")
-LAYERS = (
-    nn.Linear,
-    *private.CHANNEL_LAYERS,
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.Embedding,
-)
+LAYERS = (nn.Linear, *private.CHANNEL_LAYERS, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Embedding)
 _WAY_OUT = "freeze it, or use L2MCallback, subset='last_layer' or strategy='ddp'"
 
 
@@ -240,8 +233,8 @@ def _diagonals(layer: nn.Module, plan: Plan, a: Tensor, g: Tensor) -> dict[str, 
     matched = plan.match(z, recorder.calls, parameters)
     grads = LayerGradients()(z, matched.used, g, matched.plain)
     with torch.no_grad():
-        for site, calls in enumerate(matched.calls):
-            accumulator.add_layer(site, calls, [grads.pop(0) for _ in calls])
+        for index, calls in enumerate(matched.calls):
+            accumulator.add_layer(index, calls, [grads.pop(0) for _ in calls])
     flat = accumulator.finish(Processes()).diagonal()
     shapes = dict(zip(plan.subset.names, plan.subset.shapes, strict=True))
     parts = flat.split([shape.numel() for shape in shapes.values()])

@@ -28,9 +28,9 @@ recommendation 2 and proposition 3): `log π(θ) ∝ λ' ‖θ'‖² + Σₙ λ�
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,14 +39,13 @@ from torch import Tensor
 from lightning_bayes.arguments import word
 from lightning_bayes.jacobian.plan import normalised_layers
 from lightning_bayes.network import DataError, inputs
-from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.float64 import in_float64
 from lightning_bayes.network.loaders import check_loader
+from lightning_bayes.network.messages import inform
 from lightning_bayes.posterior.gaussian import PosteriorError, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import as_precision
-
-logger = logging.getLogger("lightning_bayes")
 
 EVIDENCES = ("weights", "optimum")
 LARGEST = 1e8  # prior precisions, and factors on the noise, stay within [1/LARGEST, LARGEST]
@@ -72,6 +71,8 @@ class Evidence:
         self._posterior = posterior if self._basis is not None else posterior.in_float64()
         if self._basis is not None and self._basis.vectors is not None:
             self._vectors = self._basis.vectors
+        elif self._basis is not None:  # a determinant needs no more
+            self._basis = self._basis.without_zeros()
 
     def __call__(self, δ: Tensor, ρ: Tensor | None = None) -> Tensor:
         """The evidence for the prior precision `δ` and the noise `ρσ`."""
@@ -81,9 +82,16 @@ class Evidence:
         θ, *g = self._vectors
         solve, H, Λ, logdets = self._matrices(δ, ρ)
         if not self._at_optimum:
-            return -loss - 0.5 * (logdets + (θ * posterior.prior_matrix(δ).matmul(θ)).sum())
+            penalty = (θ * posterior.prior_matrix(δ).matmul(θ)).sum() if δ.ndim else δ * self._unit_penalty
+            return -loss - 0.5 * (logdets + penalty)
         least = posterior.least_loss(ρ) / T
         return _at_optimum(solve, H, Λ, θ, g[0] / (T * ρ**2), loss, least) - 0.5 * logdets
+
+    @cached_property
+    def _unit_penalty(self) -> Tensor:
+        """`θᵀΛθ` for `δ = 1`; it is linear in one `δ`."""
+        θ = self._vectors[0]
+        return (θ * self._posterior.prior_matrix(θ.new_ones(())).matmul(θ)).sum()
 
     def _matrices(self, δ: Tensor, ρ: Tensor) -> tuple[Product, Product, Product, Tensor]:
         """`(H + Λ)⁻¹`, `H` and `Λ` as functions of a vector, and `log det(H + Λ) − log det Λ`."""
@@ -202,7 +210,7 @@ class PriorGroups:
                 "loader= to find them in its first batch"
             )
         if not normalised:
-            logger.info("groups='normalised': no layer is directly before a normalisation; all share a prior")
+            inform("groups='normalised': no layer is directly before a normalisation; all share a prior")
         numbers = {layer: n for n, layer in enumerate(normalised)}
         index = [numbers.get(layer, len(numbers)) for layer in layers]
         return PriorGroups(torch.tensor(index, device=posterior.device).unique(return_inverse=True)[1])

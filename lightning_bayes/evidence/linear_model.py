@@ -7,30 +7,32 @@ With the network's weights `θ̃`, outputs `f` and Jacobians `J`, a prior precis
 
 where `d = θ − m` is the distance from the prior's mean, and `rₙ` and `Λₙ` are the residual and the output Hessian at
 `h(θ, xₙ)`. `L` is convex if `−log p(y | f)` is convex in `f`. Newton's method finds its minimum `θ⋆`. Each Newton
-equation is solved by conjugate gradients, preconditioned by the fitted precision. The Jacobian is never formed: every
-product is one pass over the data.
+equation is solved by conjugate gradients, preconditioned by the fitted precision. Every product is one pass over the
+data. If the Jacobian is small, its factors are kept from the first pass on, and later ones do not run the network.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import jvp
+from torch.func import vjp
 
 from lightning_bayes.curvature.accumulate import STRUCTURES, ColumnSum, FisherRoot
 from lightning_bayes.curvature.data_pass import DataPass
 from lightning_bayes.jacobian.products import Jacobian
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, inputs
-from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.float64 import float64_device, in_float64
 from lightning_bayes.posterior.at_mean import linearised_outputs
 from lightning_bayes.posterior.gaussian import PosteriorError
+from lightning_bayes.posterior.jacobian_factors import HELD, factors, places
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import Structure
 
@@ -86,6 +88,7 @@ class LinearModel:
     ) -> None:
         self._loader, self._processes = loader, processes or Processes()
         self._on_pass = on_pass
+        self._kept: list[Batch] | None = None
         self.passes = 0
 
     def minimum(self, posterior: LaplacePosterior, passes: int, tolerance: float) -> tuple[LaplacePosterior, float]:
@@ -178,40 +181,89 @@ class LinearModel:
         """One pass over the data."""
         self.passes += 1
         posterior.check_weights()
-        start = 0
+        yield from self._read(posterior) if self._kept is None else self._kept
+        self._on_pass()
+
+    def _read(self, posterior: LaplacePosterior) -> Iterator[Batch]:
+        """The batches of the loader, which are kept if their Jacobians are small."""
+        rows = posterior.curvature.n_outputs  # 0 if no pass has counted them
+        is_small = 0 < rows * posterior.subset.size * posterior.mean.element_size() <= HELD
+        start, batches = 0, []
         for batch in self._loader:
             x, y = inputs.to_device(inputs.split_targets(posterior.network, batch), posterior.device)
             with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
-                yield Batch(posterior, x, y, start)
+                of_batch = KeptBatch(posterior, x, y, start) if is_small else NetworkBatch(posterior, x, y, start)
+                yield of_batch
+            if is_small:
+                batches.append(of_batch)
             start += len(y)
-        self._on_pass()
+        self._kept = batches if is_small else None
 
 
-class Batch:
+class Batch(ABC):
     """A batch's outputs at `θ̃`, and products with its Jacobian."""
 
-    def __init__(self, posterior: LaplacePosterior, x: Any, y: Tensor, start: int) -> None:
-        self._posterior, self.y, self.examples = posterior, y, slice(start, start + len(y))
-        self._parameters = posterior.subset.parameters(posterior.network)
-        self.f = inputs.call(posterior.network, x)
-        self._jacobian = Jacobian(posterior.network, posterior.subset, x, self.f)
+    f: Tensor  # [B, ...]
+
+    def __init__(self, y: Tensor, start: int) -> None:
+        self.y, self.examples = y, slice(start, start + len(y))
 
     def outputs(self, d: Tensor) -> Tensor:
         """`f + Jd`.  # [P] -> [B, ...]"""
         return self.f.detach() + self.push(d)
 
-    @torch.no_grad()
+    @abstractmethod
     def push(self, v: Tensor) -> Tensor:
         """`Jv`.  # [P] -> [B, ...]"""
+
+    @abstractmethod
+    def pull(self, u: Tensor) -> Tensor:
+        """`Jᵀu`.  # [B, ...] -> [P]"""
+
+
+class NetworkBatch(Batch):
+    """Products take a pass through the network."""
+
+    def __init__(self, posterior: LaplacePosterior, x: Any, y: Tensor, start: int) -> None:
+        super().__init__(y, start)
+        self._posterior = posterior
+        self._parameters = posterior.subset.parameters(posterior.network)
+        self.f = inputs.call(posterior.network, x)
+        self._jacobian = Jacobian(posterior.network, posterior.subset, x, self.f)
+
+    @torch.no_grad()
+    def push(self, v: Tensor) -> Tensor:
         return self._jacobian.value_and_push(v)[1]
 
     def pull(self, u: Tensor) -> Tensor:
-        """`Jᵀu`.  # [B, ...] -> [P]"""
         parameters = list(self._parameters.values())
         gradients = torch.autograd.grad(self.f, parameters, u.to(self.f.dtype), allow_unused=True)
         parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
         flat = torch.cat([part.detach().reshape(-1) for part in parts])
         return self._posterior.subset.narrow(flat).to(self._posterior.mean)
+
+
+class KeptBatch(Batch):
+    """Products use the factors of the Jacobian, without the network."""
+
+    def __init__(self, posterior: LaplacePosterior, x: Any, y: Tensor, start: int) -> None:
+        super().__init__(y, start)
+        self._like = posterior.mean
+        self._parts = list(factors(posterior, torch.ones_like(posterior.mean), x))
+        self._places = {layout: places(layout, posterior.subset) for part in self._parts for layout in part.layers}
+        self.f = torch.cat([part.f for part in self._parts])
+
+    @torch.no_grad()
+    def push(self, v: Tensor) -> Tensor:
+        Jv = torch.cat([part.push(v, self._places) for part in self._parts])
+        return Jv.to(self.f).view_as(self.f)
+
+    @torch.no_grad()
+    def pull(self, u: Tensor) -> Tensor:
+        total, rows = torch.zeros_like(self._like), u.reshape(len(u), -1).to(self._like)
+        for part, of_part in zip(self._parts, rows.split([len(part.f) for part in self._parts]), strict=True):
+            part.pull(of_part, self._places, total)
+        return total
 
 
 def weights_of(posterior: LaplacePosterior) -> Tensor:
@@ -257,8 +309,8 @@ def _shorter(change: float, slope: float, end_slope: float) -> float:
 
 
 def _hessian_product(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
-    """`−∂² log p(y | f)/∂f² u`, the derivative of the residual.  # [B, ...]"""
-    change: Tensor = jvp(lambda f: likelihood.residual(f, y), (f,), (u,))[1]
+    """`−∂² log p(y | f)/∂f² u`, the derivative of the residual; the matrix is symmetric.  # [B, ...]"""
+    change: Tensor = vjp(lambda f: likelihood.residual(f, y), f)[1](u)[0]
     return -change
 
 

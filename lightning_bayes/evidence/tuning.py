@@ -34,7 +34,6 @@ The result is the given posterior with another prior and noise: its mean stays `
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -49,16 +48,15 @@ from lightning_bayes.curvature.fit import check_processes
 from lightning_bayes.evidence.evidence import LARGEST, Evidence, PriorGroups, with_normalised
 from lightning_bayes.evidence.linear_model import LinearModel, check_convex, check_refit, forcing, gradient_norm
 from lightning_bayes.network import DataError, Processes
-from lightning_bayes.network.accumulation import in_float64, number_like
+from lightning_bayes.network.float64 import in_float64, number_like
 from lightning_bayes.network.loaders import check_loader, progress_bar
+from lightning_bayes.network.messages import inform, warn
 from lightning_bayes.options.predictive import predictive_option
 from lightning_bayes.options.tuning import CalibrateWord, TuneWord, Tuning, tuning_option
 from lightning_bayes.posterior.fit import warn_of_rank
 from lightning_bayes.posterior.gaussian import PosteriorError, implementation, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import per_layer_sums, per_parameter
-
-logger = logging.getLogger("lightning_bayes")
 
 _BOUND = math.log(LARGEST)
 _SAME = 0.01  # evidences that differ by fewer nats count as equal
@@ -238,7 +236,7 @@ def _best_of_grid(posterior: LaplacePosterior, noise: bool) -> LaplacePosterior:
     row = int(values.amax(1).argmax())
     best = int((values[row] >= values[row].max() - _SAME).nonzero()[-1])
     if values[row].max() - values[row].min() < _SAME:
-        logger.warning(
+        warn(
             "the evidence is the same for all prior precisions from %g to %g, as for a network that fits its training "
             "data perfectly: the largest one is used, which barely changes the network; choose on validation data with "
             "tune_prior('auto', loader)",
@@ -262,7 +260,7 @@ def mackay(
     posterior.check_exact_sum("MacKay's fixed point")
     posterior, change = fixed_point(posterior, PriorGroups.of(posterior, groups), noise, steps, tolerance)
     if change >= tolerance:
-        logger.warning("MacKay's fixed point still moves by %.1g after %d steps: raise `steps`", change, steps)
+        warn("MacKay's fixed point still moves by %.1g after %d steps: raise `steps`", change, steps)
     warn_at_bound(posterior)
     return posterior
 
@@ -336,9 +334,9 @@ def warn_at_bound(posterior: LaplacePosterior, ρ: Tensor | None = None) -> None
         if any(at_bound):
             layers = ", ".join(name for name, reached in zip(names, at_bound, strict=True) if reached)
             what = f"the prior precision of {layers}"
-            logger.warning("tuning stopped at the bound of %g for %s: %s; %s", bound, what, meaning, remedy)
+            warn("tuning stopped at the bound of %g for %s: %s; %s", bound, what, meaning, remedy)
         if ρ is not None and _is_at(ρ, bound):
-            logger.warning(
+            warn(
                 "tuning stopped at the bound of %g times the initial noise_std, at %.2g: the evidence has no maximum "
                 "in the noise; choose it yourself with with_noise, or tune with noise=False",
                 bound,
@@ -479,7 +477,7 @@ def _report(posterior: LaplacePosterior, residual: float, change: float, passes:
     evidence = float(posterior.log_marginal_likelihood())
     message = "linear evidence %.6g after %d passes over the data, at a relative gradient of %.1g"
     if residual > max(_LARGE_GRADIENT, tolerance):
-        logger.warning(f"{message}: the prior may still change, raise `passes`", evidence, passes, residual)
+        warn(f"{message}: the prior may still change, raise `passes`", evidence, passes, residual)
     else:
-        logger.info(f"{message}; the last step changed log Λ by %.1g", evidence, passes, residual, change)
+        inform(f"{message}; the last step changed log Λ by %.1g", evidence, passes, residual, change)
     warn_at_bound(posterior)

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import word
 from lightning_bayes.jacobian.products import FixedJacobian
 from lightning_bayes.network import Subset, SubsetError
-from lightning_bayes.network.accumulation import in_float64
+from lightning_bayes.network.float64 import in_float64
 from lightning_bayes.posterior.gaussian import PosteriorError
 
 PRIORS = ("gaussian", "ard", "filters")

@@ -24,7 +24,6 @@ gradient in the parameters of `S` has an unbiased estimate from the same vectors
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,11 +40,10 @@ from lightning_bayes.inverse.block_prior import BlockPrior, ExpectedVariation
 from lightning_bayes.jacobian.products import FixedJacobian
 from lightning_bayes.likelihoods import LinearMeasurement
 from lightning_bayes.network import inputs
-from lightning_bayes.network.accumulation import in_float64
+from lightning_bayes.network.float64 import in_float64
+from lightning_bayes.network.messages import warn
 from lightning_bayes.network.subset import resolve_subset
 from lightning_bayes.posterior.gaussian import PosteriorError
-
-logger = logging.getLogger("lightning_bayes")
 
 _LARGE_RESIDUAL = 1e-2  # worth a warning
 
@@ -75,9 +73,7 @@ def solve(product: Product, B: Tensor) -> Tensor:
     X = conjugate_gradients(product, B, tolerance=1e-6, products=1000)
     residual = float(((B - product(X)).norm(dim=1) / B.norm(dim=1)).max())
     if residual > _LARGE_RESIDUAL:
-        logger.warning(
-            "conjugate gradients ended at a relative residual of %.1g: raise the noise, or use float64", residual
-        )
+        warn("conjugate gradients ended at a relative residual of %.1g: raise the noise, or use float64", residual)
     return X
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, DataError, Processes, inputs
-from lightning_bayes.network.accumulation import float64_device, in_float64
+from lightning_bayes.network.float64 import float64_device, in_float64
 from lightning_bayes.network.output import network_name
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # between two ways to compute a number; 16-bit: 0.1

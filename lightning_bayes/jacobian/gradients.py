@@ -18,7 +18,6 @@ each position. There `auto` means `fisher_mc`, which needs one pass, unless the 
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -35,6 +34,7 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import inputs
 from lightning_bayes.network.errors import first_line, is_missing_rule, log_slow_path
 from lightning_bayes.network.input_graph import differentiable_again
+from lightning_bayes.network.messages import detail, warn
 from lightning_bayes.network.private import pytree
 from lightning_bayes.network.processes import uniforms
 
@@ -228,8 +228,6 @@ def quiet() -> Iterator[None]:
         yield
 
 
-logger = logging.getLogger("lightning_bayes")
-
 CURVATURES = ("auto", "ggn", "fisher_mc", "empirical_fisher")
 FEW = 64  # outputs of an example with several positions up to which "auto" is exact
 SLOW = 1000  # outputs of such an example from which exact columns are worth a warning
@@ -241,10 +239,10 @@ def choose_curvature(curvature: str, likelihood: Likelihood, shape: torch.Size, 
     dense, outputs = len(shape) > 2 and shape[2:].numel() > 1, shape[1:].numel()
     dense = dense and not likelihood.couples_outputs
     if curvature == "auto" and dense and outputs > FEW:
-        logger.info("%d outputs per example: the curvature is 'fisher_mc', with one backward pass per batch", outputs)
+        detail("%d outputs per example: the curvature is 'fisher_mc', with one backward pass per batch", outputs)
         return "fisher_mc"
     if curvature == "ggn" and dense and outputs > SLOW:
-        logger.warning(
+        warn(
             "curvature='ggn' needs about %d backward passes per batch, one for each output of an example: use "
             "curvature='fisher_mc', which needs one, or structure='diag' with hessian='approx'",
             outputs,

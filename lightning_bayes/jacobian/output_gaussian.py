@@ -11,6 +11,7 @@ at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,14 +25,15 @@ from lightning_bayes.jacobian.plan import LayerUse, Plan
 from lightning_bayes.jacobian.products import Jacobian
 from lightning_bayes.jacobian.rows import JacobianRows
 from lightning_bayes.network import CurvatureError, inputs
-from lightning_bayes.network.accumulation import cast_like, in_float64
 from lightning_bayes.network.errors import no_second_derivative
+from lightning_bayes.network.float64 import cast_like, in_float64
 from lightning_bayes.network.input_graph import double_backward_guard
 from lightning_bayes.structures import CovarianceForm, InverseTerms, JacobianColumns, Layout, Structure
 
 LARGEST = 2**36  # bytes of covariances
 MEMORY = 2**29  # bytes of the gradients of one part of a batch, with copies: small parts slow a backward pass down
 BlockFinder = Callable[[Layout], Structure | None]
+Observer = Callable[["LayerJacobian"], None]
 
 
 def output_gaussian(
@@ -42,6 +44,7 @@ def output_gaussian(
     form: str = "example",
     differentiable: bool = False,
     approximate: bool = False,
+    observe: Observer | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """The mean of the outputs and, for each precision, their covariance. The network must be borrowed.
 
@@ -53,6 +56,7 @@ def output_gaussian(
             (see `structures.output_covariance`). Tens of them then cost less than two, with an error of some
             tenths of a per cent. What has no such groups (EKFAC, grouped convolutions, one prior per parameter, "joint"
             covariances, a single precision) stays exact.
+        observe: Gets every pass, in the order of the examples, before its backward pass.
     """
     B = inputs.batch_size(x)
     _check_size(B, plan.n_outputs, form)
@@ -61,12 +65,17 @@ def output_gaussian(
     if form != "joint" and few < B:  # examples are independent: a few at a time bound the memory
         parts = [inputs.take(network, x, slice(start, start + few)) for start in range(0, B, few)]
         return _concatenated(
-            [output_gaussian(network, plan, precisions, part, form, differentiable, approximate) for part in parts]
+            [
+                output_gaussian(network, plan, precisions, part, form, differentiable, approximate, observe)
+                for part in parts
+            ]
         )
     jacobian = LayerJacobian(network, plan, x, differentiable)
     f = jacobian.f if differentiable else jacobian.f.detach()
     if jacobian.matched.mixed and B > 1:
-        return _one_by_one(network, plan, precisions, x, form, f, differentiable, approximate)
+        return _one_by_one(network, plan, precisions, x, form, f, differentiable, approximate, observe)
+    if observe is not None:
+        observe(jacobian)
     # Variances need one column at a time, covariances all of them.
     size = LayerGradients.chunk_size(jacobian.matched.used, jacobian.f) if form == "marginal" else jacobian.n_outputs
     chunks = []
@@ -97,6 +106,7 @@ def _one_by_one(
     f: Tensor,
     differentiable: bool,
     approximate: bool,
+    observe: Observer | None,
 ) -> tuple[Tensor, list[Tensor]]:
     """For examples that share rows of a layer: a single example owns all rows. Covariances between examples need the
     whole Jacobian."""
@@ -104,7 +114,7 @@ def _one_by_one(
     if form != "joint":
         means, covariances = _concatenated(
             [
-                output_gaussian(network, plan, precisions, example, form, differentiable, approximate)
+                output_gaussian(network, plan, precisions, example, form, differentiable, approximate, observe)
                 for example in examples
             ]
         )
@@ -149,7 +159,8 @@ class LayerJacobian(Jacobian):
 
     def __init__(self, network: nn.Module, plan: Plan, x: Any, differentiable: bool = False) -> None:
         B, parameters = inputs.batch_size(x), plan.subset.parameters(network)
-        with double_backward_guard(differentiable), plan.recorder(parameters, B, differentiable) as recorder:
+        guard = double_backward_guard() if differentiable else nullcontext()
+        with guard, plan.recorder(parameters, B, differentiable) as recorder:
             f = inputs.call(network, x)
         super().__init__(network, plan.subset, x, f, differentiable)
         check_output(f, B)
@@ -180,7 +191,7 @@ class LayerJacobian(Jacobian):
         """The Jacobians of parameters without a layer rule.  # [K, B, p]"""
         jacobians: dict[str, list[Tensor]] = {name: [] for name in self.matched.unmatched_parameters}
         if jacobians:
-            with double_backward_guard(self._differentiable):
+            with double_backward_guard() if self._differentiable else nullcontext():
                 self._parameter_gradients(
                     self._x, columns, list(jacobians), lambda name, J, _: jacobians[name].append(J)
                 )

@@ -13,10 +13,9 @@ layer's output and the normalisation, with one edge to each.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -32,12 +31,12 @@ from lightning_bayes.jacobian.checks import agree, check_examples_apart, check_f
 from lightning_bayes.jacobian.graph import all_rows, find_rows, keeps_rows, parameter_uses, uses
 from lightning_bayes.jacobian.layers import PLAIN, Patched, RowIndex, strip_products
 from lightning_bayes.network import CurvatureError, Subset, SubsetError, inputs
-from lightning_bayes.network.errors import check_merged, not_finite
+from lightning_bayes.network.borrowed import check_merged
+from lightning_bayes.network.errors import not_finite
+from lightning_bayes.network.messages import detail
 from lightning_bayes.network.output import network_name
 from lightning_bayes.network.subset import layer_of
 from lightning_bayes.structures import Layout, Piece
-
-logger = logging.getLogger("lightning_bayes")
 
 PROBE = 32  # examples at most: enough to see most of the paths through a network
 
@@ -184,7 +183,8 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
         call.check_input()
     nodes = uses(f)
     total = parameter_uses(nodes)
-    check_merged(network, [name for name, p in parameters.items() if not total[id(p)]])
+    if unused := [name for name, p in parameters.items() if not total[id(p)]]:
+        check_merged(network, unused)
     wrong = _used_elsewhere(nodes, calls, parameters)
     calls = [call for call in calls if call.output_shape.numel()]
     grads, true = _random_gradients(f, calls, parameters)
@@ -205,6 +205,37 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     n_activations = sum(call.output_shape.numel() for call in calls if call.key in keys) // len(f)
     unmatched = tuple(name for name in subset.names if name not in covered)
     return Plan(subset, tuple(layers), unmatched, f.shape, n_activations, recorder.repeats)
+
+
+class PlanCache:
+    """Plans by the shapes of an input. Posteriors of one network may share them: a plan does not depend on the weights'
+    values."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[torch.Size, ...], Plan] = {}
+        self._shared: tuple[Any, Any] | None = None
+
+    def shared(self, key: Any, make: Callable[[], Any]) -> Any:
+        """A value that depends on the network and on one object, such as the curvature; the last one is kept."""
+        if self._shared is None or self._shared[0] is not key:
+            self._shared = key, make()
+        return self._shared[1]
+
+    def find(self, x: Any) -> Plan | None:
+        """The plan for inputs with the shapes of `x`, if one was made. The outputs of a container depend on the
+        container, so its plan does not count."""
+        return None if isinstance(x, inputs.Container) else self._plans.get(_shapes(x))
+
+    def find_or_make(self, network: nn.Module, subset: Subset, x: Any) -> Plan:
+        shapes = _shapes(x)
+        if shapes not in self._plans:
+            self._plans[shapes] = make_plan(network, inputs.map_tensors(x, Tensor.detach), subset)
+        return self._plans[shapes]
+
+
+def _shapes(x: Any) -> tuple[torch.Size, ...]:
+    """The shapes of one example: the batch dimension may include positions. All containers share one key."""
+    return () if isinstance(x, inputs.Container) else tuple(leaf.shape[1:] for leaf in inputs.tensors(x))
 
 
 def _record(network: nn.Module, x: Any, parameters: dict[str, nn.Parameter]) -> tuple[Tensor, Recorder]:
@@ -243,7 +274,7 @@ def describe(blocks: list[tuple[str, str]]) -> None:
     names_of: dict[str, list[str]] = {}
     for name, block in blocks:
         names_of.setdefault(block, []).append(name)
-    logger.info("curvature blocks: %s", "; ".join(f"{block}: {', '.join(names)}" for block, names in names_of.items()))
+    detail("curvature blocks: %s", "; ".join(f"{block}: {', '.join(names)}" for block, names in names_of.items()))
 
 
 def _random_gradients(

@@ -33,9 +33,9 @@ from lightning_bayes.jacobian.graph import (
 )
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, Subset, inputs
-from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import at_weights, borrowed
 from lightning_bayes.network.errors import PLAIN, first_line, is_missing_rule, log_slow_path
+from lightning_bayes.network.float64 import in_float64
 from lightning_bayes.network.inputs import explained
 from lightning_bayes.network.processes import is_sharded, reshard
 

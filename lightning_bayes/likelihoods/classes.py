@@ -61,7 +61,7 @@ from lightning_bayes.likelihoods.base import (
     log_probability,
 )
 from lightning_bayes.likelihoods.outputs import LikelihoodError, diagonal_root, marginal_variance, sum_per_example
-from lightning_bayes.network.accumulation import running_sum
+from lightning_bayes.network.float64 import running_sum
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from lightning_bayes.likelihoods.outputs import (
     sum_per_example,
     vector,
 )
-from lightning_bayes.network.accumulation import cast_like, in_float64
+from lightning_bayes.network.float64 import cast_like, in_float64
 
 
 class RealTargets(Likelihood):

@@ -24,7 +24,7 @@ from lightning_bayes.arguments import format_value
 from lightning_bayes.likelihoods.base import Predictive
 from lightning_bayes.likelihoods.gaussian import RealTargets
 from lightning_bayes.likelihoods.outputs import LikelihoodError, standard_normal, widen
-from lightning_bayes.network.accumulation import in_float64
+from lightning_bayes.network.float64 import in_float64
 
 Functions = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 

@@ -5,7 +5,7 @@ They depend on torch and torchmetrics only. `functional` has the same metrics as
 | | `update` |
 |---|---|
 | `NegativeLogLikelihood`, `BrierScore`, `BrierDecomposition`, `CalibrationError` | probs, target |
-| `GaussianNLL`, `GaussianCRPS`, `IntervalCoverage`, `IntervalWidth`, `RegressionCalibrationError` | mean, variance, target |
+| `GaussianNLL`, `GaussianCRPS`, `IntervalCoverage`, `IntervalWidth`, `RegressionCalibrationError` | mean, variance, target, df |
 | `OODDetection` | score, is_ood |
 | `RiskCoverage` | confidence, correct |
 """  # noqa: E501

@@ -1,6 +1,7 @@
-"""Metrics of a Gaussian predictive; `lightning_bayes.metrics.functional.regression` has the formulas.
+"""Metrics of a Gaussian or Student-t predictive; `lightning_bayes.metrics.functional.regression` has the formulas.
 
-Every `update` takes `mean`, `variance` (noise included) and `target` of one shape.
+Every `update` takes `mean`, `variance` (noise included) and `target` of one shape, and the degrees of freedom `df`, as
+in `metric.update(p.mean, p.variance, y, p.df)`.
 """
 
 from typing import Any
@@ -9,26 +10,26 @@ from torch import Tensor
 
 from lightning_bayes.metrics.base import AdditiveMetric, MeanMetric
 from lightning_bayes.metrics.functional.regression import (
+    Freedom,
     _gaussian_crps_update,
     _gaussian_nll_update,
     _interval_coverage_update,
-    _interval_width_compute,
     _interval_width_update,
     _regression_calibration_compute,
     _regression_calibration_curve,
     _regression_calibration_update,
+    check_level,
     check_quantiles,
-    interval_z,
 )
 from lightning_bayes.metrics.functional.statistics import Norm, regression_inputs
 
 
 class GaussianMean(MeanMetric):
-    """A mean over Gaussian predictions."""
+    """A mean over Gaussian or Student-t predictions."""
 
-    def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
-        """Add every element of three tensors of one shape."""
-        self.accumulate(self.batch_sums(*regression_inputs(mean, variance, target, self.validate_args)))
+    def update(self, mean: Tensor, variance: Tensor, target: Tensor, df: Freedom = None) -> None:
+        """Add every element of tensors of one shape."""
+        self.accumulate(self.batch_sums(*regression_inputs(mean, variance, target, df, self.validate_args)))
 
 
 class GaussianNLL(GaussianMean):
@@ -60,7 +61,22 @@ class GaussianCRPS(GaussianMean):
     batch_sums = staticmethod(_gaussian_crps_update)
 
 
-class IntervalCoverage(MeanMetric):
+class IntervalMean(MeanMetric):
+    """A mean over central intervals."""
+
+    plot_lower_bound = 0.0
+
+    def __init__(self, level: float = 0.95, **kwargs: Any) -> None:
+        super().__init__(settings=(check_level(level),), **kwargs)
+        self.level = level
+
+    def update(self, mean: Tensor, variance: Tensor, target: Tensor, df: Freedom = None) -> None:
+        """Add every element of tensors of one shape."""
+        inputs = regression_inputs(mean, variance, target, df, self.validate_args)
+        self.accumulate(self.batch_sums(*inputs, self.level))
+
+
+class IntervalCoverage(IntervalMean):
     """Share of the targets inside their central interval, ideally `level`. NaN if nothing was counted.
 
     >>> import torch
@@ -70,20 +86,11 @@ class IntervalCoverage(MeanMetric):
     tensor(0.7500, dtype=torch.float64)
     """
 
-    plot_lower_bound = 0.0
     plot_upper_bound = 1.0
-
-    def __init__(self, level: float = 0.95, **kwargs: Any) -> None:
-        super().__init__(settings=(level,), **kwargs)
-        self.level, self._z = level, interval_z(level)
-
-    def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
-        """Add every element of three tensors of one shape."""
-        inputs = regression_inputs(mean, variance, target, self.validate_args)
-        self.accumulate(_interval_coverage_update(*inputs, self._z))
+    batch_sums = staticmethod(_interval_coverage_update)
 
 
-class IntervalWidth(GaussianMean):
+class IntervalWidth(IntervalMean):
     """Mean width of the central interval, in the unit of the target. NaN if nothing was counted.
 
     >>> import torch
@@ -93,16 +100,7 @@ class IntervalWidth(GaussianMean):
     tensor(5.8799, dtype=torch.float64)
     """
 
-    plot_lower_bound = 0.0
     batch_sums = staticmethod(_interval_width_update)
-
-    def __init__(self, level: float = 0.95, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.level, self._z = level, interval_z(level)
-
-    def compute(self) -> Tensor:
-        """The mean width over everything seen."""
-        return _interval_width_compute(self.sums, self._z)
 
 
 class RegressionCalibrationError(AdditiveMetric):
@@ -130,9 +128,9 @@ class RegressionCalibrationError(AdditiveMetric):
         self.n_bins, self.norm = n_bins, norm
         self.keep_sums(n_bins)
 
-    def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
-        """Add every element of three tensors of one shape."""
-        inputs = regression_inputs(mean, variance, target, self.validate_args)
+    def update(self, mean: Tensor, variance: Tensor, target: Tensor, df: Freedom = None) -> None:
+        """Add every element of tensors of one shape."""
+        inputs = regression_inputs(mean, variance, target, df, self.validate_args)
         self.accumulate(_regression_calibration_update(*inputs, self.n_bins))
 
     def compute(self) -> Tensor:

@@ -14,14 +14,14 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_bayes.arguments import format_value, instance
+from lightning_bayes.arguments import format_names, format_value, instance
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.messages import warn
 
 # Others have a continuous first derivative: GELU, SiLU, Mish, Softplus, Tanh, CELU, ELU(alpha=1), …
 _ACTIVATIONS = (
@@ -70,7 +70,7 @@ def replace_activations(module: nn.Module, replacement: Callable[[], nn.Module] 
 
     def instead_of(old: nn.Module) -> nn.Module:
         if old not in made:
-            made[old] = _made(replacement).train(old.training)
+            made[old] = _new_module(replacement).train(old.training)
         return made[old]
 
     if _has_kink(module):
@@ -92,13 +92,13 @@ def warn_piecewise_linear(module: nn.Module, example: Any = None) -> dict[str, s
     instance("module", module, nn.Module, "an nn.Module")
     kinks = {name or "the module itself": kind for name, m in module.named_modules() if (kind := _kink(m))}
     if example is not None:
-        kinks = {**_called(module, example), **kinks}
+        kinks = {**_kinks_in_forward(module, example), **kinks}
     if kinks:
-        rank_zero_warn(_message(kinks), stacklevel=2)
+        warn(_message(kinks))
     return kinks
 
 
-def _made(replacement: Callable[[], nn.Module]) -> nn.Module:
+def _new_module(replacement: Callable[[], nn.Module]) -> nn.Module:
     try:
         new: Any = None if isinstance(replacement, nn.Module) else replacement()
     except TypeError:  # a function of x, or not callable
@@ -149,7 +149,7 @@ class _KinkRecorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _called(module: nn.Module, example: Any) -> dict[str, str]:
+def _kinks_in_forward(module: nn.Module, example: Any) -> dict[str, str]:
     inputs.batch_size(example)  # raises if it holds no tensor
     recorder = _KinkRecorder()
 
@@ -171,11 +171,7 @@ def _message(kinks: dict[str, str]) -> str:
     names_of: dict[str, list[str]] = {}
     for name, kind in kinks.items():
         names_of.setdefault(kind, []).append(name)
-    parts = [
-        f"{', '.join(names[:_MOST_NAMES])}"
-        f"{f' and {len(names) - _MOST_NAMES} more' if len(names) > _MOST_NAMES else ''} ({kind})"
-        for kind, names in names_of.items()
-    ]
+    parts = [f"{format_names(names, _MOST_NAMES)} ({kind})" for kind, names in names_of.items()]
     return (
         f"the first derivative of some layers jumps, which the gradient of the squared-gradient term misses: "
         f"{'; '.join(parts)}. Use a smooth activation, for instance by replace_activations(module, nn.Softplus), and "

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -35,8 +34,9 @@ from lightning_bayes.arguments import format_names, format_value, is_positive
 from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.mixins.training_step import Gradients, StepChecks, with_known_gradient, without_wrong
 from lightning_bayes.network import Subset, private
-from lightning_bayes.network.borrowed import unwrap
+from lightning_bayes.network.messages import warn
 from lightning_bayes.network.output import Output, wrap_output
+from lightning_bayes.network.private import uncompiled
 from lightning_bayes.network.subset import flat, parts
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.at_mean import fingerprint
@@ -134,7 +134,7 @@ class GaussianWeights:
         return [p for p in self.module.parameters() if p.requires_grad and id(p) not in log_σ]
 
     def posterior(self) -> GaussianPosterior:
-        network = wrap_output(unwrap(self.network), self.read_as)
+        network = wrap_output(uncompiled(self.network), self.read_as)
         log_σ = {id(μ): l for μ, l in self.pairs().values()}
         weights = {name: p for name, p in network.named_parameters() if id(p) in log_σ}
         with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be differentiated later
@@ -244,7 +244,7 @@ class GaussianWeights:
         own = {f"log_sigma.{key}": value for key, value in self.log_sigma.state_dict().items()}
         missing = [key for key in own if key not in weights]
         if missing:
-            rank_zero_warn(
+            warn(
                 f"the checkpoint has no log σ for {len(missing)} of {len(own)} parameters: they start at the prior's "
                 f"standard deviation times e^−{BELOW_PRIOR:g}"
             )
@@ -371,7 +371,7 @@ def find_priors(
     provisional `s` until training starts."""
     fan_in = _fan_ins(weights, network)
     patterns = given if isinstance(given, Mapping) else {"*": given}
-    values = by_pattern({pattern: _checked(value) for pattern, value in patterns.items()}, weights, "prior_std")
+    values = by_pattern({pattern: _check_prior_std(value) for pattern, value in patterns.items()}, weights, "prior_std")
     missing = [name for name in weights if name not in values]
     if missing:
         raise PriorStdError(
@@ -417,7 +417,7 @@ def warn_of_optimizers(optimizers: list[Optimizer], weights: Mapping[str, tuple[
     decayed = {p for group in groups if group.get("weight_decay") for p in group["params"]}
     twice = [name for name, pair in weights.items() if decayed & set(pair)]
     if twice:
-        rank_zero_warn(
+        warn(
             f"the optimizer has a weight decay for {format_names(twice)} or its log σ, but the KL divergence already "
             "pulls both to the prior: set it to zero, or use variational={'prior_std': 'weight_decay'} to turn it into "
             "the prior"
@@ -425,7 +425,7 @@ def warn_of_optimizers(optimizers: list[Optimizer], weights: Mapping[str, tuple[
     trained = {p for group in groups for p in group["params"]}
     untrained = [name for name, (_, log_σ) in weights.items() if log_σ not in trained]
     if untrained and trained:
-        rank_zero_warn(
+        warn(
             f"no optimizer has log σ of {format_names(untrained)}: give it self.parameters(), or derive from "
             "LogSigmaMultiplierMixin too, which adds them"
         )
@@ -445,7 +445,7 @@ def _fan_ins(weights: Mapping[str, nn.Parameter], network: nn.Module) -> dict[st
     return fan_ins
 
 
-def _checked(value: Any) -> float | str:
+def _check_prior_std(value: Any) -> float | str:
     if isinstance(value, str) and value in PRIOR_STDS:
         return value
     if not is_positive(value):

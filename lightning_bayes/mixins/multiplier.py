@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,6 +31,7 @@ from lightning_bayes.arguments import positive
 from lightning_bayes.mixins.gaussian_weights import BELOW_PRIOR, LogSigma, by_pattern
 from lightning_bayes.mixins.variational import MixinBase
 from lightning_bayes.network import private
+from lightning_bayes.network.messages import warn
 from lightning_bayes.trainer.private import is_dev_run
 
 # Their steps grow with the gradient, so the learning rate bounds nothing.
@@ -73,7 +73,7 @@ class LogSigmaMultiplierMixin(MixinBase):
 
     def __init__(self, *args: Any, log_sigma_multiplier: float | dict[str, float] = 10.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.log_sigma_multiplier = _checked(log_sigma_multiplier)
+        self.log_sigma_multiplier = _plain_multipliers(log_sigma_multiplier)
         # `load_from_checkpoint` finds it here, even if the user's module saves no hyperparameters.
         self.hparams["log_sigma_multiplier"] = self.log_sigma_multiplier
         if hasattr(self, "log_sigma"):
@@ -100,7 +100,7 @@ def multipliers(given: float | Mapping[str, float], names: Iterable[str]) -> dic
     return {**dict.fromkeys(names, 1.0), **by_pattern(given, names, "log_sigma_multiplier")}
 
 
-def _checked(given: Any) -> float | dict[str, float]:
+def _plain_multipliers(given: Any) -> float | dict[str, float]:
     """Plain numbers, which a checkpoint can hold."""
     if isinstance(given, Mapping):
         of = "log_sigma_multiplier of pattern"
@@ -167,12 +167,12 @@ def split(optimizer: Optimizer, schedulers: Iterable[Any], multipliers: Mapping[
         child
         for index in range(before)
         if PARENT not in optimizer.param_groups[index]
-        for child in _taken(optimizer.param_groups[index], index, multipliers)
+        for child in _split_off(optimizer.param_groups[index], index, multipliers)
     ]
     for child in children:
         optimizer.add_param_group(child)
     for scheduler in schedulers:
-        _extend(scheduler, [(child[PARENT], child[MULTIPLIER]) for child in children], before)
+        _extend_scheduler(scheduler, [(child[PARENT], child[MULTIPLIER]) for child in children], before)
     for group in optimizer.param_groups:
         if PARENT in group:
             group[MULTIPLIER] = multipliers[group["params"][0]]
@@ -192,7 +192,7 @@ def _keep_own(optimizer: Optimizer, own: Mapping[int, dict[str, Any]]) -> None:
         optimizer.param_groups[index].update(entries)
 
 
-def _taken(group: dict[str, Any], index: int, multipliers: Mapping[Tensor, float]) -> list[dict[str, Any]]:
+def _split_off(group: dict[str, Any], index: int, multipliers: Mapping[Tensor, float]) -> list[dict[str, Any]]:
     """Remove log σ from `group`, and return new groups for it, one per multiplier."""
     names = group.get("param_names")
     members = list(zip(names, group["params"], strict=True)) if names else [(None, p) for p in group["params"]]
@@ -214,10 +214,10 @@ def _taken(group: dict[str, Any], index: int, multipliers: Mapping[Tensor, float
     return new_groups
 
 
-def _extend(scheduler: Any, children: list[tuple[int, float]], before: int) -> None:
+def _extend_scheduler(scheduler: Any, children: list[tuple[int, float]], before: int) -> None:
     """Extend the lists that a scheduler keeps for each of `before` groups to the new groups."""
     for inner in private.inner_schedulers(scheduler):
-        _extend(inner, children, before)
+        _extend_scheduler(inner, children, before)
     for name in (*_SCALED, *_COPIED):
         values = getattr(scheduler, name, None)
         if isinstance(values, (list, tuple)) and len(values) == before:
@@ -263,7 +263,7 @@ def _warn_before_training(trainer: Trainer) -> None:
             names = ", ".join(type(scheduler).__name__ for scheduler in _schedulers_of(optimizer, trainer))
             unless = f" (if {names} never raises them above {bound / steps / m:g})" if names else ""
             of = f"in the {steps:.0f} planned steps, the sum of their learning rates times the multiplier {m:g}{unless}"
-            rank_zero_warn(_too_short(bound, m, of, "training will stop before the variances have converged"))
+            warn(_too_short(bound, m, of, "training will stop before the variances have converged"))
             for group in groups:
                 group.pop(BOUND, None)  # warn only once
 
@@ -277,7 +277,7 @@ def _warn_after_training(trainer: Trainer) -> None:
         bound, m = min(((float(group[BOUND]), group[MULTIPLIER]) for group in groups), default=(math.inf, 1.0))
         if bound < BELOW_PRIOR - 1e-9:
             of = f"with the learning rates of this training, their sum times the multiplier {m:g}"
-            rank_zero_warn(_too_short(bound, m, of, "training has stopped before the variances have converged"))
+            warn(_too_short(bound, m, of, "training has stopped before the variances have converged"))
 
 
 def _bounded_groups(optimizer: Optimizer) -> list[dict[str, Any]]:

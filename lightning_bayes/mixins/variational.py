@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     MixinBase = LightningModule
 else:
     MixinBase = object  # a mixin stands before the user's own LightningModule
+LossWord = Literal["returned", "likelihood"]
+EstimatorWord = Literal["fisher", "empirical", "hessian"]
+StepMethod = Literal["auto", "exact", "finite_difference", "two_passes"]
 _KEY = "variational"  # in a checkpoint
 _NOT_KEYS = ("save", "calibrate", "progress")  # of a callback only
 
@@ -73,9 +76,9 @@ class VariationalOptions(UseOptions):
     prior_std: float | str | Mapping[str, float | str] = 1.0
     n_data: int | None = None
     deterministic: tuple[str, ...] = ()
-    loss: Literal["returned", "likelihood"] = "returned"
-    estimator: Literal["fisher", "empirical", "hessian"] = "fisher"
-    method: Literal["auto", "exact", "finite_difference", "two_passes"] = "auto"
+    loss: LossWord = "returned"
+    estimator: EstimatorWord = "fisher"
+    method: StepMethod = "auto"
     train_samples: int = 1
     local_reparameterization: bool = False
 
@@ -84,9 +87,9 @@ class VariationalOptions(UseOptions):
         if self.predictive.kind == "gp":
             raise ValueError("a variational module keeps no training points for predictive='gp': use LaplaceCallback")
         self.likelihood.choose_link(self.predictive.link)  # raises for an unknown link
-        word("loss", self.loss, ("returned", "likelihood"))
-        word("estimator", self.estimator, ("fisher", "empirical", "hessian"))
-        word("method", self.method, ("auto", "exact", "finite_difference", "two_passes"))
+        word("loss", self.loss, get_args(LossWord))
+        word("estimator", self.estimator, get_args(EstimatorWord))
+        word("method", self.method, get_args(StepMethod))
         if self.estimator == "hessian" and self.method in ("finite_difference", "two_passes"):
             raise ValueError("estimator='hessian' has no finite-difference form: use method='exact'")
         positive("beta", self.beta)

@@ -48,8 +48,8 @@ from lightning_bayes.mixins.training_step import (
 )
 from lightning_bayes.mixins.variational import VariationalMixin, make_variational
 from lightning_bayes.network import Processes, private
-from lightning_bayes.network.accumulation import widest
 from lightning_bayes.network.borrowed import at_weights
+from lightning_bayes.network.float64 import widest
 from lightning_bayes.network.processes import uniforms
 from lightning_bayes.network.subset import flat, parts
 from lightning_bayes.options.predictive import GLM

@@ -1,4 +1,4 @@
-"""Borrow the user's module: change what a computation needs, and restore it afterwards, also after an exception.
+"""Borrow the user's module: check it, change what a computation needs, and restore it, also after an exception.
 
 `borrowed` prepares a network for curvature and prediction; `at_weights` and `call_with` run it at other weights, in
 place or in one functional call. `RandomState` and `Buffers` restore the remaining state that a run may change.
@@ -20,11 +20,57 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_bayes.arguments import format_value, instance, text
 from lightning_bayes.network import private
+from lightning_bayes.network.errors import CurvatureError
 from lightning_bayes.network.processes import local, reshard
 from lightning_bayes.network.subset import copies
 
-unwrap = private.uncompiled  # the module behind `torch.compile`
+
+def check_network(network: Any) -> nn.Module:
+    """The module itself if it is compiled. Raise unless it is a module whose weights have shapes and values."""
+    network = private.uncompiled(instance("network", network, nn.Module, "an nn.Module that maps x to f"))
+    for name, p in network.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise CurvatureError(
+                f"{name} has no shape before the first batch: run a batch through the lazy layers first"
+            )
+        if p.is_meta:
+            raise CurvatureError(f"{name} is on the meta device and has no values: use to_empty and load the weights")
+    return network
+
+
+def check_merged(network: nn.Module, unused: Iterable[str]) -> None:
+    """Raise if `unused` weights belong to an adapter, such as one of `peft`, that is merged into its base layer."""
+    layers = [(path, module) for path, module in network.named_modules() if hasattr(module, "unmerge")]
+    merged = [path for path, layer in layers if getattr(layer, "merged", False) is True]
+    for name in unused:
+        for path in merged:
+            if name.startswith(f"{path}."):
+                raise CurvatureError(
+                    f"{name} does not reach the output, because its adapter is merged into {path}: call "
+                    "unmerge_adapter() first"
+                )
+
+
+def check_device(device: Any) -> torch.device:
+    """Raise unless this machine has the device."""
+    try:
+        return torch.empty(0, device=device if isinstance(device, torch.device) else str(device)).device
+    except (RuntimeError, AssertionError, TypeError):  # what PyTorch raises for a device that does not exist
+        raise ValueError(f"device must be one of this machine's, such as 'cpu', got {format_value(device)}") from None
+
+
+def submodule(module: nn.Module, path: Any, error: type[Exception]) -> nn.Module:
+    """The submodule at a dotted path; an error lists the existing names."""
+    text("network", path, "the dotted name of a submodule")
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        children = ", ".join(name for name, _ in module.named_children()) or "none"
+        raise error(
+            f"{type(module).__name__} has no submodule {path!r} (network=); its submodules are: {children}"
+        ) from None
 
 
 @contextmanager

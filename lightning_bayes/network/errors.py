@@ -1,22 +1,12 @@
-"""Exceptions for networks, data and their curvature, one per kind of mistake, checks of networks, and the log of slow
-paths.
-
-If PyTorch lacks a batching or forward-mode rule for an operator, an exact but slow path is used and logged.
-"""
+"""Exceptions for networks, data and their curvature, one per kind of mistake."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
 from functools import cache
-from typing import Any
 
 import torch
-from torch import nn
 
-from lightning_bayes.arguments import format_value, instance, text
-
-logger = logging.getLogger("lightning_bayes")
+from lightning_bayes.network.messages import detail
 
 # Raised by PyTorch and Python themselves. Subclasses, such as out of memory, have a more specific meaning.
 PLAIN = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
@@ -79,51 +69,5 @@ def first_line(error: BaseException) -> str:
 
 @cache
 def log_slow_path(reason: str, path: str) -> None:
-    """Log once per process for each reason."""
-    logger.info("%s; %s, which is exact and slow", reason, path)
-
-
-def check_network(network: Any) -> nn.Module:
-    """Raise unless `network` is a module whose weights have shapes and values."""
-    instance("network", network, nn.Module, "an nn.Module that maps x to f")
-    for name, p in network.named_parameters():
-        if isinstance(p, nn.parameter.UninitializedParameter):
-            raise CurvatureError(
-                f"{name} has no shape before the first batch: run a batch through the lazy layers first"
-            )
-        if p.is_meta:
-            raise CurvatureError(f"{name} is on the meta device and has no values: use to_empty and load the weights")
-    return network
-
-
-def check_merged(network: nn.Module, unused: Iterable[str]) -> None:
-    """Raise if `unused` weights belong to an adapter, such as one of `peft`, that is merged into its base layer."""
-    layers = [(path, module) for path, module in network.named_modules() if hasattr(module, "unmerge")]
-    merged = [path for path, layer in layers if getattr(layer, "merged", False) is True]
-    for name in unused:
-        for path in merged:
-            if name.startswith(f"{path}."):
-                raise CurvatureError(
-                    f"{name} does not reach the output, because its adapter is merged into {path}: call "
-                    "unmerge_adapter() first"
-                )
-
-
-def check_device(device: Any) -> torch.device:
-    """Raise unless this machine has the device."""
-    try:
-        return torch.empty(0, device=device if isinstance(device, torch.device) else str(device)).device
-    except (RuntimeError, AssertionError, TypeError):  # what PyTorch raises for a device that does not exist
-        raise ValueError(f"device must be one of this machine's, such as 'cpu', got {format_value(device)}") from None
-
-
-def submodule(module: nn.Module, path: Any, error: type[Exception]) -> nn.Module:
-    """The submodule at a dotted path; an error lists the existing names."""
-    text("network", path, "the dotted name of a submodule")
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        children = ", ".join(name for name, _ in module.named_children()) or "none"
-        raise error(
-            f"{type(module).__name__} has no submodule {path!r} (network=); its submodules are: {children}"
-        ) from None
+    """Log, once for each reason, that PyTorch has no batching or forward-mode rule for an operator."""
+    detail("%s; %s, which is exact and slow", reason, path)

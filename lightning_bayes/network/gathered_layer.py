@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_bayes.network import inputs, private
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.errors import NetworkError
-from lightning_bayes.network.inputs import Arguments, Change, Container
+from lightning_bayes.network.inputs import Arguments, Change, Container, PartialNetwork
 from lightning_bayes.network.output import network_name, unwrap_output
 from lightning_bayes.network.processes import is_sharded, reshard, whole
 from lightning_bayes.network.subset import layer_of
@@ -32,7 +32,7 @@ from lightning_bayes.network.subset import layer_of
 _WAY_OUT = "use L2MCallback, structure='diag' with curvature='empirical_fisher', or strategy='ddp'"
 
 
-class GatheredLayer(nn.Module):
+class GatheredLayer(PartialNetwork):
     """A plain copy of one layer of a sharded network, under the same name, on all processes."""
 
     def __init__(self, network: nn.Module, layer: str) -> None:
@@ -58,12 +58,11 @@ class GatheredLayer(nn.Module):
 
     def features(self, x: Any) -> Features:
         """Run the sharded network on `x`, on all processes."""
-        watch = _watched_run(self.whole, x)
-        if watch.layer != self._layer:
-            raise NetworkError(f"the last layer was {self._layer}, but for this input it is {watch.layer}")
-        a = watch.features()
+        layer, a = _last_layer(self.whole, x)
+        if layer != self._layer:
+            raise NetworkError(f"the last layer was {self._layer}, but for this input it is {layer}")
         weights = next(self.parameters())
-        return replace(a, inputs=a.inputs.to(weights.device, weights.dtype))
+        return a.map(lambda t: t.to(weights.device, weights.dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,10 +72,6 @@ class Features(Container):
     inputs: Tensor  # [B, ...]
     dims: tuple[int, int] | None  # a dimension of the layer's outputs to move, and its destination
     shape: torch.Size  # of the outputs of an example
-
-    @classmethod
-    def wrap(cls, network: nn.Module, x: Any, n_targets: int | None) -> Container | None:
-        return network.features(x) if isinstance(network, GatheredLayer) else None
 
     @property
     def size(self) -> int:
@@ -98,7 +93,7 @@ class Features(Container):
 
 def gathered(network: nn.Module, x: Any) -> GatheredLayer:
     """The last layer of a sharded network, found by running it on `x`, on all processes."""
-    return GatheredLayer(network, _watched_run(network, x).layer)
+    return GatheredLayer(network, _last_layer(network, x)[0])
 
 
 def gathered_for(network: nn.Module, names: tuple[str, ...]) -> nn.Module:
@@ -107,11 +102,6 @@ def gathered_for(network: nn.Module, names: tuple[str, ...]) -> nn.Module:
     if not is_sharded(network) or len(layers) > 1 or "network" in layers:
         return network
     return GatheredLayer(network, layers.pop())
-
-
-def ungathered(network: nn.Module) -> nn.Module:
-    """The network that a gathered layer belongs to; another network is returned unchanged."""
-    return network.whole if isinstance(network, GatheredLayer) else network
 
 
 @dataclass
@@ -174,13 +164,13 @@ def watching(network: nn.Module) -> Iterator[LayerWatch]:
         yield watch
 
 
-def _watched_run(network: nn.Module, x: Any) -> LayerWatch:
+def _last_layer(network: nn.Module, x: Any) -> tuple[str, Features]:
+    """The name of the last layer and its inputs, from a run on `x`."""
     with torch.inference_mode(False), borrowed(network, ()), torch.no_grad(), watching(network) as watch:
         x = inputs.to_device(inputs.contained(network, x), inputs.device_of(network))
         watch.f = inputs.call(network, x)
     reshard(network)
-    watch.features()  # raises if the layer cannot be separated
-    return watch
+    return watch.layer, watch.features()
 
 
 def plain_copy(layer: nn.Module, zeros: bool = False) -> nn.Module:

@@ -107,6 +107,22 @@ def register_splitter(split: Splitter) -> Splitter:
     return split
 
 
+class PartialNetwork(nn.Module, ABC):
+    """The last part of a `whole` network, which computes this part's inputs, its `features`."""
+
+    @property
+    @abstractmethod
+    def whole(self) -> nn.Module: ...
+
+    @abstractmethod
+    def features(self, x: Any) -> Container: ...
+
+
+def whole_network(network: nn.Module) -> nn.Module:
+    """The network that a partial one belongs to; another network is returned unchanged."""
+    return network.whole if isinstance(network, PartialNetwork) else network
+
+
 @dataclass(frozen=True, eq=False)
 class WholeInput(Container):
     """Examples that are computed together: rows of the output of one input, which is never split."""
@@ -208,28 +224,30 @@ def split_targets(network: nn.Module, batch: Any, stage: str = "train") -> tuple
 
 def split(network: nn.Module, batch: Any, stage: str = "train") -> tuple[Any, Any]:
     """`(x, y)` of a pair, or of another batch that an adapter knows, such as graphs or a dict with `labels`."""
-    for splitter in SPLITTERS:
-        pair = splitter(network, batch, stage)
-        if pair is not None:
-            return pair
-    if not isinstance(batch, (tuple, list)):
-        raise DataError(f"a batch must be a pair (x, y), but the loader gave a {type(batch).__name__}")
-    if len(batch) != 2:
+    if isinstance(batch, (tuple, list)):
+        if len(batch) == 2:
+            return batch[0], batch[1]
         raise DataError(
             f"a batch must be a pair (x, y), but the loader gave {len(batch)} parts; "
             "group a network's several inputs as ((x1, x2), y)"
         )
-    return batch[0], batch[1]
+    for splitter in SPLITTERS:
+        pair = splitter(network, batch, stage)
+        if pair is not None:
+            return pair
+    raise DataError(f"a batch must be a pair (x, y), but the loader gave a {type(batch).__name__}")
 
 
 def contained(network: nn.Module, x: Any, y: Any = None) -> Any:
     """`x` in its container if it needs one; the targets `y` tell how many examples there are."""
     if isinstance(x, Container):
         return x
+    if isinstance(network, PartialNetwork):
+        return network.features(x)
     if isinstance(x, Mapping):
         x = dict(x)  # PyTorch does not look into the mappings of other libraries
     n_targets = len(y) if isinstance(y, Tensor) and y.ndim else None
-    for kind in CONTAINERS:
+    for kind in [] if isinstance(x, Tensor) and not x.is_nested else CONTAINERS:
         container = kind.wrap(network, x, n_targets)
         if container is not None:
             return container

@@ -114,16 +114,13 @@ class ProgressLoader(_LoaderWrapper):
 class ObservedLoader(_LoaderWrapper):
     """A loader that calls `observe(x, y)` on each batch of its first complete pass, after the consumer has used it."""
 
-    def __init__(
-        self, network: nn.Module, loader: Iterable[Any], observe: Callable[[Any, Tensor], None], stage: str = "train"
-    ) -> None:
+    def __init__(self, network: nn.Module, loader: Iterable[Any], observe: Callable[[Any, Tensor], None]) -> None:
         super().__init__(loader)
-        self._network, self._observe, self._stage = network, observe, stage
-        self._done = False
+        self._network, self._observe, self._done = network, observe, False
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
             yield batch
             if not self._done:
-                self._observe(*inputs.split_targets(self._network, batch, self._stage))
+                self._observe(*inputs.split_targets(self._network, batch))
         self._done = True

@@ -9,7 +9,6 @@ from lightning_bayes.arguments import count, format_value, resolve_option, word
 
 PredictiveWord = Literal["glm", "bnn", "gp", "map"]
 ConformalScore = Literal["aps", "raps", "lac"]
-Selection = Literal["random", "leverage"]
 Outputs = Literal["auto", "joint", "independent"]
 
 
@@ -69,8 +68,7 @@ class GP(PredictiveOption):
     """The linearised network in function space, conditioned on training points that the posterior keeps.
 
     Args:
-        points: training points to keep when fitting; None keeps all. They become part of the posterior's file.
-        selection: which points: "random", or those with the largest "leverage", in a second pass over the data.
+        points: random training points to keep when fitting; None keeps all. They become part of the posterior's file.
         outputs: whether a network's outputs are "joint" or "independent" of each other; "auto" is joint while points
             times outputs are few.
         link: as in `GLM`.
@@ -81,7 +79,6 @@ class GP(PredictiveOption):
     is_linear = True
 
     points: int | None = 1000
-    selection: Selection = "random"
     outputs: Outputs = "auto"
     link: str | None = None
     samples: int = 100
@@ -89,7 +86,6 @@ class GP(PredictiveOption):
     def __post_init__(self) -> None:
         if self.points is not None:
             count("points", self.points)
-        word("selection", self.selection, get_args(Selection))
         word("outputs", self.outputs, get_args(Outputs))
         self._check()
 

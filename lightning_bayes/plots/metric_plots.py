@@ -113,13 +113,16 @@ def regression_calibration_curve(
     mean: Tensor,
     variance: Tensor,
     target: Tensor,
+    df: Tensor | None = None,
     n_bins: int = 20,
     norm: Norm = "l1",
     ax: "Axes | None" = None,
 ) -> tuple["Figure", "Axes"]:
-    """Observed against expected quantile levels of `target` under N(mean, variance), with the calibration error."""
+    """Observed against expected quantile levels of `target` under N(mean, variance), or the Student-t with `df` degrees
+    of freedom, with the calibration error."""
     metric = RegressionCalibrationError(n_bins, norm, **_LOCAL)
-    return _of_tensors(metric, mean=mean, variance=variance, target=target).plot(ax=ax)
+    law = {"mean": mean, "variance": variance} if df is None else {"mean": mean, "variance": variance, "df": df}
+    return _of_tensors(metric, target=target, **law).plot(ax=ax)
 
 
 @draw.register(RegressionCalibrationError)

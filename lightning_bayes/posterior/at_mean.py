@@ -9,7 +9,7 @@ The fingerprint of a network's weights and buffers, by which a posterior recogni
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from lightning_bayes.jacobian.products import Jacobian
 from lightning_bayes.network import Processes, inputs
-from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.network.gathered_layer import ungathered
+from lightning_bayes.network.float64 import float64_device, in_float64
 from lightning_bayes.network.input_graph import double_backward_guard
 from lightning_bayes.network.processes import distributed, local, reshard
 from lightning_bayes.structures.sharded import ParameterShard
@@ -59,7 +58,7 @@ def same_weights(now: Tensor, then: Tensor) -> bool:
 
 
 def _state(network: nn.Module) -> list[Tensor]:
-    network = ungathered(network)
+    network = inputs.whole_network(network)
     reshard(network)
     return [t for t in [*network.parameters(), *network.buffers()] if t.is_floating_point() and t.numel()]
 
@@ -149,7 +148,7 @@ def at_mean(posterior: GaussianPosterior, x: Any, differentiable: bool = False) 
     with (
         torch.inference_mode(False),
         borrowed(posterior.network, ()),
-        double_backward_guard(differentiable),
+        double_backward_guard() if differentiable else nullcontext(),
         torch.set_grad_enabled(differentiable),
     ):
         yield inputs.to_device(x, posterior.device)

@@ -31,9 +31,8 @@ from lightning_bayes.curvature import Curvature
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import UnknownLikelihoodError
 from lightning_bayes.network import Subset, inputs
-from lightning_bayes.network.borrowed import unwrap
-from lightning_bayes.network.errors import check_network
-from lightning_bayes.network.gathered_layer import gathered_for, ungathered
+from lightning_bayes.network.borrowed import check_network
+from lightning_bayes.network.gathered_layer import gathered_for
 from lightning_bayes.network.output import Output, output_of, wrap_output
 from lightning_bayes.posterior.gaussian import (
     Calibration,
@@ -81,7 +80,7 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "calibrations": [asdict(calibration) for calibration in posterior.calibrations],
         "shift": posterior.shift,
         "known_novelty": posterior.known_novelty,
-        "output": asdict(output_of(ungathered(posterior.network))),
+        "output": asdict(output_of(inputs.whole_network(posterior.network))),
     }
     if not isinstance(posterior, LaplacePosterior):
         return {**state, "precision": posterior.precision.to_state()}
@@ -106,7 +105,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         raise PosteriorError(
             f"the state holds no posterior that this version reads (format {version!r}): it is {describe(state)}"
         )
-    network = check_network(unwrap(network))
+    network = check_network(network)
     if state.get("type") == "ShardedPosterior":
         from lightning_bayes.posterior.sharded import ShardedPosterior
 

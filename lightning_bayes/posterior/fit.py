@@ -10,7 +10,6 @@ them again, as one fit to all data would.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,12 +19,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, flag, plain_values
+from lightning_bayes.arguments import count, flag, plain_values, read_option
 from lightning_bayes.curvature import Curvature, fit_curvature
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, SubsetError
-from lightning_bayes.network.borrowed import unwrap
+from lightning_bayes.network.messages import warn
 from lightning_bayes.network.output import read_as, wrap_output
+from lightning_bayes.network.private import uncompiled
 from lightning_bayes.network.subset import check_subset
 from lightning_bayes.options.fit import (
     CurvatureWord,
@@ -68,7 +68,8 @@ class LaplaceOptions:
         structure: Any, subset: Any, curvature: Any, prior_precision: Any, prior: Any, gp: Any = None
     ) -> LaplaceOptions:
         """From words or option objects."""
-        chosen = structure_option(structure)
+        chosen, subset = structure_option(structure), read_option("subset", subset, Subnetwork, lambda word: word)
+        curvature = read_option("curvature", curvature, FisherMC, lambda word: word)
         if isinstance(subset, Subnetwork):  # single weights of a layer have no Kronecker form
             if chosen.kind == "ekfac":
                 raise SubsetError(
@@ -146,8 +147,6 @@ class LaplaceOptions:
             )
 
 
-logger = logging.getLogger("lightning_bayes")
-
 DETERMINED = 0.95  # a low rank is too low if γ is above this share of it
 COUNTS = 0.1  # an eigenvalue matters above this share of the prior precision
 
@@ -188,7 +187,7 @@ def fit_laplace(
             `prior_precision = N·wd`.
         prior: `Prior(mean=…, temperature=…)`, or another posterior over the same weights; `prior_precision` is then a
             factor on its precision.
-        gp: training points to keep for `predict(x, "gp")`: a number, or `GP(points=…, selection=…)`.
+        gp: training points to keep for `predict(x, "gp")`: a number, or `GP(points=…, outputs=…)`.
         output: the key, attribute or index of f in what the network returns, by default a tensor, or its `logits`; or
             `Network(output=…, class_dim=…)`, where `class_dim` is the dimension of f that counts classes.
         processes: those that share the data, each with every `size`-th example from its `rank`.
@@ -214,7 +213,7 @@ def fit_posterior(
 ) -> LaplacePosterior:
     """`fit_laplace` with its options read. A `dry_run` leaves out the expensive parts (see `fit_curvature`)."""
     read = output_option(output)
-    network = read_as(unwrap(network), read.output, read.class_dim)
+    network = read_as(uncompiled(network), read.output, read.class_dim)
     points = None if options.gp is None else PointSelection(options.gp, network, seed, processes)
     fit = partial(
         fit_curvature, network, likelihood=likelihood, curvature=options.curvature, output=output, processes=processes,
@@ -231,7 +230,7 @@ def fit_posterior(
     damping = options.structure.damping
     posterior = from_curvature(network, fitted, δ, temperature=temperature, damping=damping, prior=given)
     warn_of_rank(posterior, tuned=False)
-    return posterior if points is None else points.put_into(posterior, loader, progress)
+    return posterior if points is None else points.put_into(posterior)
 
 
 def from_curvature(
@@ -259,7 +258,7 @@ def warn_of_rank(posterior: LaplacePosterior, tuned: bool = True) -> None:
         return
     lost, δ = H.rounding / posterior.temperature, float(posterior.prior_precision.min())
     if lost > COUNTS * δ:
-        logger.warning(
+        warn(
             "structure='lowrank' cannot tell eigenvalues below %.2g from rounding in %s. They matter beside the prior "
             "precision of %.2g, so variances are too large: fit a float64 copy of the network, or use "
             "structure='full'",
@@ -268,7 +267,7 @@ def warn_of_rank(posterior: LaplacePosterior, tuned: bool = True) -> None:
             δ,
         )
     elif tuned and (γ := float(posterior.effective_parameters)) > DETERMINED * H.rank:
-        logger.warning(
+        warn(
             "the data determine all %d eigenpairs of structure='lowrank' (γ = %.1f) and may determine more. Without "
             "them variances are too large and the evidence too high: raise rank=, or tune on validation data",
             H.rank,

@@ -40,13 +40,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, flag, format_value
-from lightning_bayes.jacobian.output_gaussian import output_gaussian
-from lightning_bayes.jacobian.plan import Plan, make_plan
+from lightning_bayes.jacobian.output_gaussian import Observer, output_gaussian
+from lightning_bayes.jacobian.plan import Plan, PlanCache
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import Subset, inputs
-from lightning_bayes.network.borrowed import borrowed, unwrap
-from lightning_bayes.network.errors import check_device, check_network
+from lightning_bayes.network.borrowed import borrowed, check_device, check_network
 from lightning_bayes.network.input_graph import attached, check_differentiable
 from lightning_bayes.options.predictive import ConformalScore, PredictiveOption, PredictiveWord
 from lightning_bayes.posterior.at_mean import has_weights, linearised_outputs
@@ -100,37 +99,7 @@ class Calibration:
     output_temperature: float = 1.0
     probs_temperature: float = 1.0
     variance_factor: float = 1.0
-
-
-class PlanCache:
-    """Plans by the shapes of an input. Posteriors of one network may share them: a plan does not depend on the weights'
-    values."""
-
-    def __init__(self) -> None:
-        self._plans: dict[tuple[torch.Size, ...], Plan] = {}
-        self._shared: tuple[Any, Any] | None = None
-
-    def shared(self, key: Any, make: Callable[[], Any]) -> Any:
-        """A value that depends on the network and on one object, such as the curvature; the last one is kept."""
-        if self._shared is None or self._shared[0] is not key:
-            self._shared = key, make()
-        return self._shared[1]
-
-    def find(self, x: Any) -> Plan | None:
-        """The plan for inputs with the shapes of `x`, if one was made. The outputs of a container depend on the
-        container, so its plan does not count."""
-        return None if isinstance(x, inputs.Container) else self._plans.get(_shapes(x))
-
-    def find_or_make(self, network: nn.Module, subset: Subset, x: Any) -> Plan:
-        shapes = _shapes(x)
-        if shapes not in self._plans:
-            self._plans[shapes] = make_plan(network, inputs.map_tensors(x, Tensor.detach), subset)
-        return self._plans[shapes]
-
-
-def _shapes(x: Any) -> tuple[torch.Size, ...]:
-    """The shapes of one example: the batch dimension may include positions. All containers share one key."""
-    return () if isinstance(x, inputs.Container) else tuple(leaf.shape[1:] for leaf in inputs.tensors(x))
+    df: float = math.inf  # degrees of freedom of a regression's Student-t
 
 
 def _laplace_only(what: str) -> Callable[..., Any]:
@@ -160,7 +129,7 @@ class GaussianPosterior:
     fingerprint: Tensor  # of all weights and buffers of the network
     calibrations: tuple[Calibration, ...] = ()  # at most one for each predictive and link
     shift: Tensor | None = None  # mean − the network's weights, for a refined posterior [P]
-    plans: PlanCache = field(default_factory=PlanCache)
+    plans: PlanCache = field(default_factory=PlanCache)  # mutable, but a cache: it changes no result
     known_novelty: Tensor | None = None  # of held-out inputs, ascending [n]
 
     @property
@@ -234,7 +203,7 @@ class GaussianPosterior:
         as a prior for training on other data. It belongs to a *sum* of negative log-likelihoods; divide it by the
         number of examples if the loss is their mean."""
         self.check_whole("penalty")
-        weights = check_network(unwrap(network))
+        weights = check_network(network)
         check_parameters(weights, self.subset)
         flat = torch.cat([p.reshape(-1) for p in self.subset.parameters(weights).values()])
         d = self.subset.narrow(flat).to(self.mean) - self.mean
@@ -246,7 +215,8 @@ class GaussianPosterior:
         `[B, C, C]`, or with `joint` the covariance of the whole batch `[B·C, B·C]`. With `differentiable` both keep the
         graph to `x`."""
         flag("joint", joint)
-        check_differentiable(differentiable, x)
+        if flag("differentiable", differentiable):
+            check_differentiable(x)
         form = "joint" if joint else "example"
         mean, covariances = self.functional_for([self.precision], x, form, differentiable)
         return mean, covariances[0]
@@ -258,15 +228,17 @@ class GaussianPosterior:
         form: str = "example",
         differentiable: bool = False,
         approximate: bool = False,
+        observe: Observer | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """`functional` for several precisions (several priors of one fit) in one backward pass. `form` is one of the
-        covariance forms of `output_gaussian`, and `approximate` makes many priors as cheap as one."""
+        covariance forms of `output_gaussian`, `approximate` makes many priors as cheap as one, and `observe` gets the
+        passes of the network."""
         self.check_whole("functional")
 
         def gaussian(x: Any) -> list[Tensor]:
             with self.linearised(x) as (plan, x):
                 mean, covariances = output_gaussian(
-                    self.network, plan, precisions, x, form, differentiable, approximate
+                    self.network, plan, precisions, x, form, differentiable, approximate, observe
                 )
             return [mean, *covariances]
 

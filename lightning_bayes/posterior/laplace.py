@@ -20,8 +20,8 @@ from lightning_bayes.curvature.fit import log_likelihood
 from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Processes, Subset
-from lightning_bayes.network.accumulation import cast_like, float64_device, in_float64, number_like
 from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.network.float64 import cast_like, float64_device, in_float64, number_like
 from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
 from lightning_bayes.options.tuning import CalibrateWord, TuneWord, Tuning
 from lightning_bayes.posterior.function_space import GaussianProcess
@@ -348,10 +348,9 @@ class LaplacePosterior(GaussianPosterior):
             loader: the training data `(x, y)`; its batches are kept in memory.
             method: "laplace", or "variational" for the Gaussian with the largest evidence lower bound, which needs
                 structure="full" or "diag".
-            passes: the largest number of passes over the data in a search of the mean; "variational" searches once per
-                round.
-            tolerance: the search stops at a gradient of this size relative to the first; "variational" stops when a
-                round gains less than this share of the lower bound.
+            passes: for "laplace": the largest number of passes over the data.
+            tolerance: "laplace" stops at a gradient of this size relative to the first; "variational" when a round
+                raises the lower bound by less than this many nats per example.
             samples: quasi-random outputs per example, for "variational".
             seed: seed of these outputs.
             progress: show a progress bar.

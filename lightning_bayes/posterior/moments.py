@@ -43,7 +43,6 @@ recomputes them in one pass, as averages over batches weighted by their sizes.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -57,8 +56,8 @@ from lightning_bayes.curvature import Curvature
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.likelihoods.outputs import vector, widen
 from lightning_bayes.network import Processes, Subset, inputs
-from lightning_bayes.network.borrowed import borrowed, unwrap
-from lightning_bayes.network.errors import check_network
+from lightning_bayes.network.borrowed import borrowed, check_network
+from lightning_bayes.network.messages import warn
 from lightning_bayes.network.processes import is_sharded, local, reshard
 from lightning_bayes.network.subset import resolve_subset, trainable
 from lightning_bayes.options.fit import Prior, prior_option
@@ -107,7 +106,7 @@ def fit_l2m(
             losses: `1/n_outputs`, and for a Gaussian that of the mean squared error, `2σ²/n_outputs`.
         n_outputs: the number of targets per example, for that default; torch's losses average over them.
     """
-    likelihood, network = resolve(likelihood), check_network(unwrap(network))
+    likelihood, network = resolve(likelihood), check_network(network)
     word("scaling", scaling, get_args(Scaling))
     count("n_data", n_data, 1 if scaling == "dataset" else 0)
     if positive("batch_size", batch_size) < 1 and scaling == "dataset":
@@ -210,10 +209,9 @@ def _warn_of_no_decay(moments: dict[str, SecondMoment]) -> None:
     without = [name for name, m in moments.items() if m.weight_decay == 0]
     if without:
         names = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
-        warnings.warn(
+        warn(
             f"the optimizer has no weight decay for {names}, which gets a prior precision of 1: give prior_precision=, "
-            "or tune it",
-            stacklevel=3,
+            "or tune it"
         )
 
 
@@ -221,7 +219,7 @@ def _warn_of_no_decay(moments: dict[str, SecondMoment]) -> None:
 class DecayPrior:
     """The prior precision that weight decay corresponds to; 1 without weight decay."""
 
-    moments: dict[str, SecondMoment]
+    moments: dict[str, SecondMoment]  # the optimizer changes the buffers in place: see `at_curvature`
     scaling: Scaling
     n_over_c: float
 

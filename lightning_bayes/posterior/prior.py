@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import format_names, format_value
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Subset
-from lightning_bayes.network.accumulation import number_like
+from lightning_bayes.network.float64 import number_like
 from lightning_bayes.network.subset import layer_of, resolve_subset
 from lightning_bayes.options.fit import Prior
 from lightning_bayes.structures import Diagonal, Structure, StructureError

@@ -11,7 +11,6 @@ the subnetwork has all correlations.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -23,12 +22,11 @@ from lightning_bayes.arguments import count, format_names, format_value
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.curvature.fit import check_processes
 from lightning_bayes.network import DataError, Processes, SubsetError
-from lightning_bayes.network.errors import check_network
+from lightning_bayes.network.borrowed import check_network
+from lightning_bayes.network.messages import warn
 from lightning_bayes.network.subset import resolve_subset, trainable
 from lightning_bayes.posterior.gaussian import GaussianPosterior
 from lightning_bayes.posterior.prior import as_precision, per_parameter
-
-logger = logging.getLogger("lightning_bayes")
 
 Criterion = Literal["laplace_diag", "magnitude", "random"]
 
@@ -103,7 +101,7 @@ class Subnetwork:
     def _warn_of_dead_weights(self, H: Tensor) -> None:
         dead = int((H == 0).sum())
         if 2 * dead > self.n:
-            logger.warning(
+            warn(
                 "%d of the %d chosen weights have no curvature, because no training output depends on them (dead "
                 "units, or inputs that are always zero). Their variance is the prior's and so the largest: choose "
                 "by='magnitude', or by= the posterior of a SWAGCallback",

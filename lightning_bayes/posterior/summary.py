@@ -7,6 +7,7 @@ diagonal matrix has one row per layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -77,7 +78,8 @@ class PosteriorSummary:
         for c in self.calibrations:
             numbers = {"T of outputs": c.output_temperature, "T of probabilities": c.probs_temperature}
             numbers["variance factor"] = c.variance_factor
-            changed = [f"{what} {value:.4g}" for what, value in numbers.items() if value != 1] or ["unchanged"]
+            changed = [f"{what} {value:.4g}" for what, value in numbers.items() if value != 1]
+            changed = [*changed, *([f"df {c.df:g}"] if math.isfinite(c.df) else [])] or ["unchanged"]
             yield f"calibration  {c.predictive}, {c.link}: {', '.join(changed)}"
         if not self.calibrations:
             yield f"calibration  {NOTHING}"

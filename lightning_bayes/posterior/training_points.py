@@ -1,12 +1,7 @@
 """The training points that a posterior in function space is conditioned on (see `function_space`).
 
-`M` of the `N` training points are kept: random ones, or those with the largest leverage
-
-    ℓₙ = tr(Λₙ Jₙ P⁻¹ Jₙᵀ),
-
-the contribution of an example to the number of weights that the data determine. The leverage takes a second pass.
-Random points are those with the smallest of `N` random numbers, each a function of the seed and of the example's index.
-So the choice does not depend on batches or on the number of processes.
+`M` of the `N` training points are kept, those with the smallest of `N` random numbers, each a function of the seed and
+of the example's index. So the choice does not depend on batches or on the number of processes.
 """
 
 from __future__ import annotations
@@ -21,8 +16,8 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import plain_values
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, inputs
-from lightning_bayes.network.borrowed import borrowed, preserved_rng
-from lightning_bayes.network.loaders import ObservedLoader, ProgressLoader, check_loader
+from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.loaders import ObservedLoader, check_loader
 from lightning_bayes.network.private import pytree
 from lightning_bayes.network.processes import uniforms
 from lightning_bayes.options.predictive import GP
@@ -72,20 +67,11 @@ class PointSelection:
         self._seen, self._C = 0, 0  # examples, and outputs of each
 
     def watched(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """The loader, observed to keep random points. A choice that cannot work raises at the first batch."""
-        observe = self._keep_random if self._options.selection == "random" else self._check_outputs
-        return ObservedLoader(self._network, check_loader(loader), observe)
+        """The loader, observed to keep points. A choice that cannot work raises at the first batch."""
+        return ObservedLoader(self._network, check_loader(loader), self._keep)
 
-    def put_into(self, posterior: LaplacePosterior, loader: Iterable[Any], progress: bool) -> LaplacePosterior:
+    def put_into(self, posterior: LaplacePosterior) -> LaplacePosterior:
         """The fitted posterior with its points."""
-        if self._options.selection == "leverage":
-            with self._processes.raising_together(), preserved_rng(posterior.device):
-                for batch in ProgressLoader(loader, "Laplace: leverage of training points", progress):
-                    self._keep_by_leverage(posterior, *inputs.split_targets(self._network, batch))
-            if not self._seen and self._processes.size == 1:
-                raise DataError(
-                    "the loader was empty in the second pass, which leverage needs: pass a list or DataLoader"
-                )
         x, y, index = self._best.gathered(self._processes)
         roots = []
         for part in torch.arange(len(index), device="cpu").split(256):
@@ -97,28 +83,15 @@ class PointSelection:
         points = TrainingPoints(x, torch.cat(roots), index, has_target.bool(), self._options.outputs)
         return replace(posterior, points=points)
 
-    def _keep_random(self, x: Any, y: Tensor) -> None:
-        index = self._next_index(x, y)
-        self._best.add(uniforms(self._seed, _DRAW, index, torch.Size(()), torch.float64), index, x, y)
-
-    def _keep_by_leverage(self, posterior: LaplacePosterior, x: Any, y: Tensor) -> None:
-        index = self._next_index(x, y)
-        f, covariance = posterior.functional(x)
-        S = _root(posterior.likelihood, f, y.to(f.device)).to(covariance)  # [B, C, R]
-        leverage = torch.einsum("bcr,bcd,bdr->b", S, covariance, S)
-        self._best.add(-leverage.cpu().double(), index, x, y)
-
-    def _next_index(self, x: Any, y: Tensor) -> Tensor:
-        """The positions of a batch's examples in the data."""
-        self._check_outputs(x, y)
-        B = inputs.batch_size(x)
-        index = self._processes.examples(self._seen, B, torch.device("cpu"))
-        self._seen += B
+    def _keep(self, x: Any, y: Tensor) -> None:
+        self._check_outputs(x)
+        index = self._processes.examples(self._seen, inputs.batch_size(x), torch.device("cpu"))
+        self._seen += len(index)
         if self._options.points is None:
             self._check_size(self._seen * self._processes.size)
-        return index
+        self._best.add(uniforms(self._seed, _DRAW, index, torch.Size(()), torch.float64), index, x, y)
 
-    def _check_outputs(self, x: Any, y: Tensor) -> None:
+    def _check_outputs(self, x: Any) -> None:
         if self._C:
             return
         f = _outputs(self._network, inputs.take(self._network, x, [0]))

@@ -9,25 +9,27 @@ choice. A prior `N(0, 1/10)` on `log T`, worth ten pseudo-examples, prevents ext
 Without held-out data, the evidence at the linear model's optimum chooses.
 
 **Real targets.** With a full matrix, prior and noise have the largest evidence of the linear model among noises of at
-least the training RMSE (see `linear_gaussian_maximum`). Held-out data then multiply the predictive variance by a factor
-`c` (`σ²` by `c`, `δ` by `1/c`), the minimum of `½ Σ (log c + (y − m)²/(cv)) + ½ a (½ log c)²`, if that is better by two
-standard errors. The prior on `½ log c`, worth about 50 examples, prevents extreme factors.
+least the training RMSE (see `linear_gaussian_maximum`). With another structure, whose evidence would choose too much
+noise, the noise is the training RMSE while the evidence chooses the prior. Held-out data then choose a factor `s = T²`
+on the predictive variance (`σ²` by `s`, `δ` by `1/s`), with the same prior on `log T`, and the tails: with `ν` degrees
+of freedom, the predictive is a Student-t of that variance, or a Gaussian if `ν = ∞`. The prior on `1/ν` is exponential
+with rate 10, so that few examples choose a Gaussian. All outputs share one factor and one `ν`: targets of different
+scales need a `noise_std` for each output, or should be standardised.
 
-With another structure, whose evidence would choose too much noise, the noise is the training RMSE while the evidence
-chooses the prior, and `c ≥ 1` is the mean of `(y − m)²/v`. If the network predicts the noise, or the training error is
-unknown, the rule for classes applies, with a factor on the variance as the temperature.
+If the network predicts the noise, or the training error is unknown (L2M), each prior and the plain network get their
+own `s` and `ν`, without a prior on `s`, and the rule for classes chooses among them.
 
 **A low rank.** The evidence misses the omitted curvature, and its prior is too wide. Held-out data choose among all
-priors that are not wider; for a regression, they choose the best, each with its own factor.
+priors that are not wider; for a regression, they choose the best, each with its own `s` and `ν`.
 
 `make practice` compares this with other rules.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +40,7 @@ from torch import Tensor
 from lightning_bayes.evidence.evidence import Evidence, linear_gaussian_maximum
 from lightning_bayes.evidence.tuning import linear, marglik
 from lightning_bayes.network.loaders import check_loader
+from lightning_bayes.network.messages import inform
 from lightning_bayes.network.output import output_of
 from lightning_bayes.options.predictive import MAP, PredictiveOption
 from lightning_bayes.options.tuning import Tuning
@@ -54,12 +57,9 @@ from lightning_bayes.predictive.held_out import (
 from lightning_bayes.predictive.novelty import KnownInputs
 from lightning_bayes.predictive.predict import MANY, NEGLIGIBLE, is_plain
 
-logger = logging.getLogger("lightning_bayes")
-
 PRIORS = tuple(float(δ) for δ in torch.logspace(-4, 4, 25, dtype=torch.float64, device="cpu"))
 AS_IT_IS = LOG_TEMPERATURES.index(0.0)
 DOUBT = 10.0  # the precision of log T
-NOISE_DOUBT = 100.0  # the precision of ½ log c
 CLOSE = 0.002  # nats per example: nearer to the decision, a prior is scored exactly
 EVERY = slice(None)
 
@@ -81,7 +81,7 @@ def tune_auto(
     known = KnownInputs(posterior, check_loader(loader))
     chosen = known.keep_in(survey(posterior, known, scoring, tune=True, calibrate=calibrate is not None).on())
     if is_plain(chosen):
-        logger.info("the posterior adds nothing on the held-out data: predictions are the plain network's")
+        inform("the posterior adds nothing on the held-out data: predictions are the plain network's")
     return chosen
 
 
@@ -90,9 +90,9 @@ def without_held_out_data(posterior: LaplacePosterior) -> LaplacePosterior:
     if posterior.prior.precision is not None:
         return posterior
     if not posterior.curvature.knows_likelihood:
-        logger.warning("no held-out data, and no pass over the training data: the prior stays")
+        inform("no held-out data, and no pass over the training data: the prior stays")
         return posterior
-    logger.info("no held-out data: the evidence chooses the prior")
+    inform("no held-out data: the evidence chooses the prior")
     return by_evidence(posterior)
 
 
@@ -113,22 +113,17 @@ def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring,
     classifier's priors share sums over groups of eigenvalues, and those near the decision are scored again exactly. A
     prior that is another posterior is not tuned, because new data must not reweight the old data."""
     tune = tune and posterior.prior.precision is None
-    classes = posterior.likelihood.has_probs
-    if not classes and (not tune or _has_noise(posterior)):
-        candidates = _at_training_noise(posterior, scoring) if tune else [posterior]
+    has_noise = tune and _has_noise(posterior)
+    priors = _priors(posterior, scoring) if tune and not has_noise else ()
+    candidates = [posterior.with_prior(δ) for δ in priors] or [posterior]
+    if not posterior.likelihood.has_probs:
+        candidates = _at_training_noise(posterior, scoring) if has_noise else candidates
         errors = squared_errors(candidates[0], [*candidates, None], loader, scoring)
-        return NoiseChoice(candidates[0], scoring, errors.link, tune, calibrate, tuple(candidates), errors)
-    priors = _priors(posterior, scoring) if tune else ()
-    candidates = [posterior.with_prior(δ) for δ in priors] if tune else [posterior]
-    if classes:
-        exact = not tune or scoring.predictive.kind != "glm" or _is_sampled(posterior, scoring)
-        nll, link = temperature_table(posterior, [*candidates, None], loader, scoring, exact)
-        choice = PriorChoice(posterior, scoring, link, tune, calibrate, priors, nll)
-        return choice if exact else choice.with_exact_scores(loader)
-    errors = squared_errors(posterior, [*candidates, None], loader, scoring)
-    unit = float(errors.ratio[-1].mean())  # variance factor of the plain network, to which temperatures are relative
-    nll = errors.nll(unit * (2 * torch.tensor(LOG_TEMPERATURES, dtype=torch.float64, device="cpu")).exp())
-    return PriorChoice(posterior, scoring, errors.link, tune, calibrate, priors, nll, unit)
+        return RealChoice(posterior, scoring, errors.link, tune, calibrate, tuple(candidates), errors)
+    exact = not tune or scoring.predictive.kind != "glm" or _is_sampled(posterior, scoring)
+    nll, link = temperature_table(posterior, [*candidates, None], loader, scoring, exact)
+    choice = PriorChoice(posterior, scoring, link, tune, calibrate, priors, nll)
+    return choice if exact else choice.with_exact_scores(loader)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,11 +152,10 @@ class Choice(ABC):
 
 @dataclass(frozen=True, eq=False)
 class PriorChoice(Choice):
-    """A prior and a temperature."""
+    """A prior and a temperature, for classes."""
 
     priors: tuple[float, ...]  # ascending
     nll: Tensor  # [priors + 1, temperatures, N]; the last row is the plain network
-    unit: float | None = None  # for real targets, the variance factor at T = 1
 
     @property
     def n_held_out(self) -> int:
@@ -182,10 +176,7 @@ class PriorChoice(Choice):
         return self._calibration(self.nll[-1, :, examples].mean(-1), replace(self.scoring, predictive=MAP()))
 
     def _calibration(self, nll: Tensor, scoring: Scoring) -> Calibration:
-        T = best_temperature(nll)
-        if self.unit is None:
-            return scoring.calibration(self.link, T)
-        return Calibration(scoring.predictive.kind, self.link, variance_factor=self.unit * T**2)
+        return scoring.calibration(self.link, best_temperature(nll))
 
     def _doubted(self, nll: Tensor) -> Tensor:
         """The mean over examples, plus the penalty from the prior on log T.  # [D, K, N] -> [D, K]"""
@@ -209,28 +200,21 @@ class PriorChoice(Choice):
             nll, is_exact = nll.index_copy(0, torch.tensor(rows, device="cpu"), exact[:-1]), is_exact | near
 
     def _widest(self, nll: Tensor) -> int:
-        """The first row that scores about as well as the best."""
-        return int((self._gaps(nll) <= 0).nonzero()[0])
+        return _first_close(self._gaps(nll))
 
     def _gaps(self, nll: Tensor) -> Tensor:
-        """How much worse than the best each row is, beyond one standard error, at its own temperature; minus infinity
-        for the best.  # [priors + 1]"""
+        """`_gaps` of the rows, each at its own temperature.  # [priors + 1]"""
         mean = self._doubted(nll).nan_to_num(torch.inf)
         at = mean.argmin(1) if self.calibrate else torch.full((len(mean),), AS_IT_IS, device="cpu")
         rows = torch.arange(len(nll), device="cpu")
-        best = int(mean[rows, at].argmin())
-        difference = nll[rows, at] - nll[best, at[best]]  # [priors + 1, N]
-        error = (difference.std(1) / difference.shape[1] ** 0.5).nan_to_num(0.0, posinf=0.0)
-        gaps = mean[rows, at] - mean[best, at[best]] - error
-        gaps[best] = -torch.inf
-        return gaps
+        return _gaps(mean[rows, at], nll[rows, at])
 
 
 @dataclass(frozen=True, eq=False)
-class NoiseChoice(Choice):
-    """A factor on a regression's predictive variance, and a posterior, each candidate with its own factor."""
+class RealChoice(Choice):
+    """A posterior for real targets, a factor on its predictive variance, and the tails of the predictive."""
 
-    candidates: tuple[LaplacePosterior, ...]
+    candidates: tuple[LaplacePosterior, ...]  # by ascending priors
     errors: Errors  # of the candidates and the plain network
 
     @property
@@ -238,23 +222,42 @@ class NoiseChoice(Choice):
         return self.errors.ratio.shape[1]
 
     def on(self, examples: slice = EVERY) -> LaplacePosterior:
-        ratio = self.errors.ratio[:-1, examples]
-        s = ratio.mean(1)  # [D]
+        has_noise = self.tune and _has_noise(self.posterior)
+        tails = self.errors.on(examples).fit(DOUBT if has_noise else 0.0, tails=self.calibrate)
+        nll = tails.nll.nan_to_num(torch.inf)
+        row = 0
         if self.tune:
-            exact = _has_exact_evidence(self.candidates[0])
-            s = _doubted_factors(ratio * self.errors.outputs, self.errors.outputs) if exact else s.clamp(min=1.0)
-        nll = self.errors.nll(s)[:-1, :, examples].mean(-1).diagonal()  # each at its own factor [D]
-        row = int(nll.nan_to_num(torch.inf).argmin())
-        chosen, factor = self.candidates[row], float(s[row])
-        if self.tune:  # H/(sσ²) + δ/s = (H/σ² + δ)/s: noise and prior that make the variance s times as large
+            row = int(nll[:-1].mean(1).argmin()) if has_noise else _first_close(_gaps(nll.mean(1), nll))
+        plain = row == len(self.candidates)
+        chosen = self.posterior.with_prior(NEGLIGIBLE) if plain else self.candidates[row]
+        calibration = tails.calibration(row, self.scoring.predictive.kind, self.link)
+        if has_noise:  # H/(sσ²) + δ/s = (H/σ² + δ)/s: noise and prior that make the variance s times as large
+            s = calibration.variance_factor
             σ = torch.as_tensor(chosen.likelihood.tunable_noise).to(chosen.mean)
-            return chosen.with_noise(σ * factor**0.5).with_prior(chosen.prior_precision / factor)
-        if not self.calibrate:
-            return chosen
-        return chosen.with_calibration(Calibration(self.scoring.predictive.kind, self.link, variance_factor=factor))
+            chosen = chosen.with_noise(σ * s**0.5).with_prior(chosen.prior_precision / s)
+            calibration = replace(calibration, variance_factor=1.0)
+            if math.isinf(calibration.df):
+                return chosen
+        return chosen.with_calibration(calibration) if self.calibrate else chosen
 
     def plain_on(self, examples: slice = EVERY) -> Calibration:
-        return Calibration("map", self.link, variance_factor=float(self.errors.ratio[-1, examples].mean()))
+        return self.errors.on(examples).fit().calibration(-1, "map", self.link)
+
+
+def _gaps(mean: Tensor, nll: Tensor) -> Tensor:
+    """How much worse than the best each candidate is, beyond one standard error of the difference; minus infinity for
+    the best.  # [D], [D, N] -> [D]"""
+    best = int(mean.argmin())
+    difference = nll - nll[best]
+    error = (difference.std(1) / difference.shape[1] ** 0.5).nan_to_num(0.0, posinf=0.0)
+    gaps = mean - mean[best] - error
+    gaps[best] = -torch.inf
+    return gaps
+
+
+def _first_close(gaps: Tensor) -> int:
+    """The first candidate that scores about as well as the best."""
+    return int((gaps <= 0).nonzero()[0])
 
 
 def _has_noise(posterior: LaplacePosterior) -> bool:
@@ -268,19 +271,6 @@ def _has_exact_evidence(posterior: LaplacePosterior) -> bool:
     curvature = posterior.curvature
     exact = curvature.structure.word == "full" and curvature.kind == "ggn" and posterior.temperature == 1
     return exact and _has_noise(posterior) and posterior.knows_optimum and posterior.prior.precision is None
-
-
-def _doubted_factors(errors: Tensor, C: int) -> Tensor:
-    """`c` of `[D]` candidates from `C (y − m)²/v` `[D, N]`, by Newton's method in `log c`, where the loss is convex.
-    It stays 1 unless the log-likelihood improves by more than two standard errors."""
-    R, n = errors.sum(1), errors.shape[1]
-    log_c = torch.zeros_like(R)
-    for _ in range(100):
-        weighted = R * (-log_c).exp()
-        slope, bend = 0.5 * (n * C - weighted) + NOISE_DOUBT / 4 * log_c, 0.5 * weighted + NOISE_DOUBT / 4
-        log_c = log_c - (slope / bend).clamp(-1, 1)
-    gain = 0.5 * (errors * (1 - (-log_c).exp().unsqueeze(1)) - C * log_c.unsqueeze(1))  # [D, N]
-    return torch.where(gain.mean(1) > 2 * gain.std(1) / n**0.5, log_c.exp(), 1.0)
 
 
 def _with_training_noise(posterior: LaplacePosterior) -> LaplacePosterior:
@@ -306,9 +296,14 @@ def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
         return PRIORS[::6] if sampled else PRIORS
     if sampled and not posterior.curvature.structure.is_truncated:
         return (float(by_evidence(posterior).prior_precision),)
-    evidence_at = Evidence(posterior)
-    evidence = torch.stack([evidence_at(torch.tensor(δ, dtype=torch.float64, device="cpu")) for δ in PRIORS])
-    return PRIORS[int(evidence.argmax()) :: 6 if sampled else 1]
+    evidence = Evidence(posterior)
+
+    def falls_after(n: int) -> bool:
+        at, after = (evidence(torch.tensor(δ, dtype=torch.float64, device="cpu")) for δ in PRIORS[n : n + 2])
+        return bool(after <= at)
+
+    # Its derivative in log δ, ½ (γ − δ‖θ‖²), changes its sign once.
+    return PRIORS[bisect_left(range(len(PRIORS) - 1), True, key=falls_after) :: 6 if sampled else 1]
 
 
 def _is_sampled(posterior: LaplacePosterior, scoring: Scoring) -> bool:

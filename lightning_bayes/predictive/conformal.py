@@ -37,7 +37,6 @@ therefore a function of the example: it does not depend on the batch, and is exc
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
@@ -51,9 +50,10 @@ from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.likelihoods.base import log_probability
 from lightning_bayes.metrics.functional.statistics import accumulation_dtype
 from lightning_bayes.network import DataError, inputs
-from lightning_bayes.network.accumulation import running_sum
 from lightning_bayes.network.borrowed import generator_on, preserved_rng
+from lightning_bayes.network.float64 import running_sum
 from lightning_bayes.network.loaders import check_loader
+from lightning_bayes.network.messages import warn
 from lightning_bayes.network.processes import as_bits, hashed, unit
 from lightning_bayes.options.predictive import ConformalScore, PredictiveOption, PredictiveWord, predictive_option
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
@@ -237,10 +237,7 @@ def _made(scores: TargetScores, score: ClassScore, level: float, allow_empty: bo
     if quantile.isinf().any():
         result = "intervals are infinite" if scores.kind == "regression" else "sets hold all classes"
         fewest = math.ceil(level / (1 - level) - 1e-6)
-        warnings.warn(
-            f"{n} held-out examples cannot promise a level of {level:g}, so {result}: hold out at least {fewest}",
-            stacklevel=4,
-        )
+        warn(f"{n} held-out examples cannot promise a level of {level:g}, so {result}: hold out at least {fewest}")
     kept = None if scores.kind == "regression" else score
     return Conformal(quantile, float(level), n, scores.kind, kept, allow_empty)
 

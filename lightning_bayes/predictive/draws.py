@@ -66,7 +66,8 @@ def sample_functions(
     count("n", n)
     check_generator(generator)
     flag("linearised", linearised)
-    check_differentiable(differentiable, x)
+    if flag("differentiable", differentiable):
+        check_differentiable(x)
     draws: list[Tensor] = []
     each_function(posterior, x, n, generator, linearised, draws.append, differentiable)
     return torch.stack(draws)
@@ -105,7 +106,7 @@ def draw_move(posterior: GaussianPosterior, generator: torch.Generator | None) -
 
 
 def _new_move(posterior: GaussianPosterior, generator: torch.Generator | None) -> Tensor:
-    move = posterior.sample(1, generator)[0] - posterior.mean
+    move = posterior.precision.sample(1, generator)[0]
     return move if posterior.shift is None else move + posterior.shift
 
 

@@ -9,7 +9,8 @@ of total variance, with the choice of the member as a further unknown:
 
 For classes, `epistemic + aleatoric = μ(1 − μ)`, as for the members. The entropy of classes is that of the mixture, and
 its epistemic part is `Σₘ wₘ Iₘ + (H[μ] − Σₘ wₘ H[μₘ])`. A regression's mixture is reported and scored as the Gaussian
-with its mean and variance, which has the largest entropy for that variance; `log_prob` is the density of the mixture.
+with its mean and variance, which has the largest entropy for that variance, or as a Student-t with the members' tails,
+`1/ν = Σₘ wₘ/νₘ`. `log_prob` is the density of the mixture.
 
 With `predictive="map"` the members are points, and this is the deep ensemble of Lakshminarayanan et al. (2017), "Simple
 and scalable predictive uncertainty estimation using deep ensembles", which matches moments in the same way. Posteriors
@@ -32,8 +33,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import format_value, instance, listed
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood
-from lightning_bayes.network.borrowed import copied_generator
-from lightning_bayes.network.errors import submodule
+from lightning_bayes.network.borrowed import copied_generator, submodule
 from lightning_bayes.network.output import unwrap_output
 from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
@@ -147,11 +147,16 @@ class DeepEnsemble:
             w = self._weights_like(entropies)
             disagreement = (mixture.entropy - (w * entropies).sum(0)).clamp_min(0)
             mixture = replace(mixture, mutual_information=(w * torch.stack(known)).sum(0) + disagreement)
-        scores = [member.novelty for member in members if member.novelty is not None]
-        novelty = None
-        if len(scores) == len(members):
-            novelty = (self._weights_like(torch.stack(scores)) * torch.stack(scores)).sum(0)
-        return replace(Prediction.from_predictive(mixture), novelty=novelty)
+        per_input = {}
+        for name in ("novelty", "energy"):
+            values = [getattr(member, name) for member in members]
+            if all(value is not None for value in values):
+                per_input[name] = (self._weights_like(torch.stack(values)) * torch.stack(values)).sum(0)
+        df: float | Tensor = math.inf
+        if any(member.df is not None for member in members):
+            tails = torch.stack([torch.zeros_like(mean) if m.df is None else 1 / m.df for m in members])
+            df = 1 / (self._weights_like(tails) * tails).sum(0)
+        return replace(Prediction.from_predictive(mixture, df), **per_input)
 
     def predict_each(
         self,
@@ -184,19 +189,12 @@ class DeepEnsemble:
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """`log Σₘ wₘ N(y; μₘ, varianceₘ)` of each real target, in the shape of y."""
+        """`log Σₘ wₘ pₘ(y)` of each real target, in the shape of y."""
         members = self.predict_each(x, predictive, generator=generator)
         if members[0].probs is not None:
             raise PosteriorError("log_prob is a density of real targets; for classes take the log of predict(x).probs")
-        instance("y", y, Tensor, "a tensor of targets")
-        μ = torch.stack([_mean(member) for member in members])  # [M, B, …]
-        v = torch.stack([member.epistemic + member.aleatoric for member in members])
-        if y.shape != μ.shape[1:]:
-            raise PosteriorError(
-                f"log_prob needs targets of shape {list(μ.shape[1:])}, as the predictions have, got {list(y.shape)}"
-            )
-        log_density = -0.5 * ((2 * math.pi * v).log() + (y.to(self.device) - μ).square() / v)
-        return (self._weights_like(μ).log() + log_density).logsumexp(0)
+        log_p = torch.stack([member.log_prob(y) for member in members])  # [M, B, …]
+        return (self._weights_like(log_p).log() + log_p).logsumexp(0)
 
     def _weights_like(self, means: Tensor) -> Tensor:
         """# [M, 1, …]"""

@@ -24,9 +24,9 @@ from lightning_bayes.metrics import (
     RegressionCalibrationError,
 )
 from lightning_bayes.network import adapters, inputs
-from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.errors import DataError
+from lightning_bayes.network.float64 import float64_device, in_float64
 from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
 from lightning_bayes.posterior import GaussianPosterior
@@ -48,10 +48,10 @@ def evaluate(
     """Scores of the predictions on the `(x, y)` batches of `loader`.
 
     Classification: "nll", "acc", "ece", "brier"; regression: "nll", "rmse", "coverage" (of the 95 % interval), all of
-    the Gaussian with the prediction's mean and variance. `ood_loaders`, whose targets are ignored, add the AUROC of two
-    scores that separate their inputs from those of `loader`: "ood_auroc_entropy" and "ood_auroc_epistemic". With
-    several, these end in "/dataloader_idx_1", "/dataloader_idx_2", …, as in a Trainer's log. The other arguments are
-    those of `predict`; the seed is the same for each batch.
+    the prediction's Gaussian or Student-t. `ood_loaders`, whose targets are ignored, add how well the `ood_scores`
+    separate their inputs from those of `loader`: "ood_auroc_entropy", "ood_aupr_out_novelty", "ood_fpr95_energy" and so
+    on (see `metrics.OODDetection`). With several, these end in "/dataloader_idx_1", "/dataloader_idx_2", …, as in a
+    Trainer's log. The other arguments are those of `predict`; the seed is the same for each batch.
     """
     instance("predictor", predictor, (GaussianPosterior, DeepEnsemble), "a posterior or a DeepEnsemble")
     check_loader(loader)
@@ -106,6 +106,19 @@ def score_loaders(
 
 
 ROWS = 2**16  # examples, or positions of a dense output, scored at a time
+OOD_NUMBERS = ("auroc", "aupr_out", "fpr95")
+OOD_PICTURES = ("entropy", "novelty")
+
+
+def ood_scores(prediction: Prediction, is_plain: bool = False) -> dict[str, Tensor]:
+    """Scores that are larger for inputs that are less known; those per position or label are averaged. The plain
+    network has no epistemic ones.  # [B] each"""
+    confidence = None if prediction.probs is None else -prediction.confidence
+    scores = {"entropy": prediction.entropy_score, "confidence": confidence, "energy": prediction.energy}
+    if not is_plain:
+        scores |= {"epistemic": prediction.epistemic_score, "mutual_information": prediction.mutual_information}
+        scores |= {"novelty": prediction.novelty}
+    return {name: t.flatten(1).mean(1) if t.ndim > 1 else t for name, t in scores.items() if t is not None}
 
 
 class ScoreTable:
@@ -127,11 +140,8 @@ class ScoreTable:
     def update(self, predictor: str, prediction: Prediction, y: Tensor | None, dataloader: int = 0) -> None:
         """Add the predictions of a batch; its targets may be None if `is_ood`."""
         is_ood = self.is_ood(dataloader)
-        scores = {"entropy": prediction.entropy_score}
-        if predictor != "map":  # the plain network has no epistemic uncertainty
-            scores["epistemic"] = prediction.epistemic_score
         for number in [dataloader] if is_ood else range(1, self._n_ood + 1):
-            for kind, score in scores.items():
+            for kind, score in ood_scores(prediction, predictor == "map").items():
                 metric = self._ood_scores.setdefault((predictor, number, kind), OODDetection().to(self._device))
                 metric.update(score, torch.full((len(score),), is_ood, device=score.device))
         if not is_ood:
@@ -148,8 +158,8 @@ class ScoreTable:
             if number == dataloader:
                 metrics.update({f"{name}_{predictor}": metric for name, metric in scores.metrics.items()})
         for (predictor, number, kind), detection in self._ood_scores.items():
-            if number == dataloader:
-                metrics[f"ood_auroc_{kind}_{predictor}"] = CompositionalMetric(itemgetter("auroc"), detection, None)
+            for name in OOD_NUMBERS if number == dataloader else ():
+                metrics[f"ood_{name}_{kind}_{predictor}"] = CompositionalMetric(itemgetter(name), detection, None)
         return {key.removesuffix("_"): metric for key, metric in metrics.items()}
 
     def compute(self) -> dict[str, Tensor]:
@@ -165,10 +175,13 @@ class ScoreTable:
             if scores.picture is not None:
                 kind, metric = scores.picture
                 yield f"{kind}_{predictor}" + (f"_{number}" if number else ""), metric
+        for (predictor, number, kind), detection in self._ood_scores.items():
+            if kind in OOD_PICTURES:
+                yield f"ood_{kind}_{predictor}_{number}", detection
 
 
 class Scores:
-    """NLL, accuracy, ECE and Brier score of probabilities; NLL, RMSE and 95 % coverage of a mean and variance."""
+    """NLL, accuracy, ECE and Brier score of probabilities; NLL, RMSE and 95 % coverage of real targets."""
 
     def __init__(self, device: torch.device, ignore_index: int | None = None) -> None:
         self._device, self._ignore_index = float64_device(device), ignore_index
@@ -221,13 +234,12 @@ class Scores:
         if len(y) == 0:
             return
         y = real_targets(prediction.mean, y)
-        flat = (t.flatten().split(ROWS) for t in (prediction.mean, prediction.variance, y))
-        for part in zip(*flat, strict=True):
-            mean, variance, target = map(in_float64, part)
-            metrics["nll"].update(mean, variance, target)
-            metrics["coverage"].update(mean, variance, target)
-            metrics["rmse"].update(mean, target)
-            self._curve.update(mean, variance, target)
+        law = [prediction.mean, prediction.variance, y, *([] if prediction.df is None else [prediction.df])]
+        for parts in zip(*(t.flatten().split(ROWS) for t in law), strict=True):
+            wide = [in_float64(part) for part in parts]
+            for metric in (metrics["nll"], metrics["coverage"], self._curve):
+                metric.update(*wide)
+            metrics["rmse"].update(wide[0], wide[2])
 
     def _make(self, **kinds: Callable[[], Metric]) -> dict[str, Any]:
         if not self.metrics:

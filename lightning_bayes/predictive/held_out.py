@@ -6,7 +6,6 @@ Predictions are scored with the predictive and link that will be used.
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +17,12 @@ from torch import Tensor
 from lightning_bayes.arguments import format_value, word
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood, Predictive
+from lightning_bayes.metrics.functional.student_t import student_nll
 from lightning_bayes.network import DataError, inputs
-from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import generator_on, preserved_rng
+from lightning_bayes.network.float64 import float64_device, in_float64
 from lightning_bayes.network.loaders import check_loader
+from lightning_bayes.network.messages import warn
 from lightning_bayes.options.predictive import GLM, MAP, PredictiveOption, predictive_option
 from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior import GaussianPosterior
@@ -31,12 +32,14 @@ from lightning_bayes.predictive.draws import SharedDraws
 from lightning_bayes.predictive.novelty import KnownInputs
 from lightning_bayes.predictive.predict import FunctionDraws, Integral, OutputLaw, output_laws
 
-logger = logging.getLogger("lightning_bayes")
 Posterior = TypeVar("Posterior", bound=GaussianPosterior)
 Candidates = Sequence[GaussianPosterior | None]  # they differ in their priors; None is the plain network
 
 LOG_TEMPERATURES = tuple(math.log(2) * k / 4 for k in range(-24, 13))  # 1/64 to 8
 CACHED = 2**13  # positions processed at a time
+DEGREES = (math.inf, 50.0, 30.0, 20.0, 15.0, 10.0, 8.0, 6.0, 5.0, 4.0, 3.0)  # of freedom
+TAIL_DOUBT = 10.0  # the rate of an exponential prior on 1/ν: few examples keep a Gaussian
+MOST_OUTPUTS = 2**10  # outputs of an example that count, evenly spaced
 FEW = 50  # examples; with fewer, even one number is uncertain
 
 
@@ -91,10 +94,7 @@ def calibrate(
         T = best_temperature(nll[0].mean(-1))
         return known.keep_in(posterior).with_calibration(scoring.calibration(chosen, T))
     errors = squared_errors(posterior, [posterior], known, scoring)
-    factor = float(errors.ratio.mean())
-    return known.keep_in(posterior).with_calibration(
-        Calibration(scoring.predictive.kind, errors.link, variance_factor=factor)
-    )
+    return known.keep_in(posterior).with_calibration(errors.fit().calibration(0, scoring.predictive.kind, errors.link))
 
 
 def temperature_table(
@@ -138,35 +138,79 @@ def _nll_of_draws(law: OutputLaw, y: Tensor, likelihood: Likelihood) -> Tensor:
 
 @dataclass(frozen=True)
 class Errors:
-    """The terms of a Gaussian's log-likelihood of held-out data for each candidate, with a factor `s` on the variance:
-    `−log p = ½ C (r/s + log s) + l`."""
+    """The squared errors of held-out data for each candidate, in units of its predictive variance."""
 
-    ratio: Tensor  # r = (y − m)²/v, averaged over the C outputs of an example [D, N]
-    log_v: Tensor  # l = ½ Σ log 2πv [D, N]
-    outputs: int  # C
+    ratio: Tensor  # r = (y − m)²/v [D, N, C]
+    variance: Tensor  # v [D, N, C]
     link: str
 
-    def nll(self, s: Tensor) -> Tensor:
-        """# [K] -> [D, K, N]"""
-        s = s.unsqueeze(-1)
-        return 0.5 * self.outputs * (self.ratio.unsqueeze(1) / s + s.log()) + self.log_v.unsqueeze(1)
+    def on(self, examples: slice) -> Errors:
+        return Errors(self.ratio[:, examples], self.variance[:, examples], self.link)
+
+    def fit(self, doubt: float = 0.0, tails: bool = True) -> Tails:
+        """The best variance factor `s` and, with `tails`, degrees of freedom `ν` of each candidate,
+
+        argmin −Σ log p(y; m, sv, ν) + ½ a (½ log s)² + b/ν,    a = doubt,  b = TAIL_DOUBT."""
+        r = self.ratio.flatten(1)  # [D, N·C]
+        log_s = r.mean(1).clamp_min(torch.finfo(r.dtype).tiny).log()
+        best = torch.full((3, 1), torch.inf, dtype=r.dtype, device=r.device)
+        for ν in DEGREES if tails else DEGREES[:1]:
+            log_s = _best_factor(r, 1 / ν, doubt, log_s)
+            df = torch.full_like(log_s, ν)
+            loss = self._nll(log_s, df).sum(1) + doubt / 8 * log_s.square() + TAIL_DOUBT / ν
+            found = torch.stack((loss.nan_to_num(torch.inf), log_s, df))  # [3, D]
+            best = torch.where((found[0] < best[0]) | (ν == DEGREES[0]), found, best)
+        _, log_s, df = best
+        return Tails(log_s.exp(), df, self._nll(log_s, df))
+
+    def _nll(self, log_s: Tensor, df: Tensor) -> Tensor:
+        """# [D], [D] -> [D, N]"""
+        s, ν = log_s.exp()[:, None, None], df[:, None, None].expand_as(self.ratio)
+        return student_nll(self.ratio / s, self.variance * s, ν).sum(2)
+
+
+def _best_factor(r: Tensor, u: float, doubt: float, log_s: Tensor) -> Tensor:
+    """The best `log s` at `ν = 1/u`, by Newton's method from `log_s`; the loss is convex in it.  # [D, n] -> [D]"""
+    for _ in range(100):
+        e = r * (-log_s).exp().unsqueeze(1)
+        spread = 1 - 2 * u + u * e
+        pull = (1 + u) * e / spread  # 2 ∂(−log p)/∂ log s = 1 − pull
+        slope = 0.5 * (1 - pull).sum(1) + doubt / 4 * log_s
+        bend = 0.5 * (pull * (1 - 2 * u) / spread).sum(1) + doubt / 4
+        step = (slope / bend).clamp(-1, 1)
+        log_s = log_s - step
+        if not (step.abs() > 1e-12).any():
+            break
+    return log_s
+
+
+@dataclass(frozen=True)
+class Tails:
+    """The law of real targets that fits held-out data best, for each candidate."""
+
+    factor: Tensor  # s of the predictive variance [D]
+    df: Tensor  # ν [D]
+    nll: Tensor  # of each example [D, N]
+
+    def calibration(self, row: int, predictive: str, link: str) -> Calibration:
+        return Calibration(predictive, link, variance_factor=float(self.factor[row]), df=float(self.df[row]))
 
 
 def squared_errors(
     posterior: GaussianPosterior, candidates: Candidates, loader: Iterable[Any], scoring: Scoring
 ) -> Errors:
     """The `Errors` of all candidates, from one pass over the data."""
-    ratios, logs, link, outputs = [], [], "", 1
+    ratios, variances, link = [], [], ""
     for laws, y in held_out_laws(posterior, candidates, loader, scoring):
         link = scoring.link_of(posterior.likelihood, laws[0])
         predictives = [scoring.integrate(posterior.likelihood, law) for law in laws]
         ratio = torch.stack([(y.reshape(p.mean.shape).to(p.mean) - p.mean).square() / p.variance for p in predictives])
         v = torch.stack([p.variance for p in predictives])
         ratio, v = (t.reshape(len(laws), len(y), -1) for t in (ratio, v))  # [D, B, C]
-        outputs = v.shape[2]
-        ratios.append(ratio.mean(2).cpu())
-        logs.append(0.5 * (2 * math.pi * v).log().sum(2).cpu())
-    return Errors(torch.cat(ratios, dim=1), torch.cat(logs, dim=1), outputs, link)
+        every = math.ceil(ratio.shape[2] / MOST_OUTPUTS)
+        ratios.append(ratio[:, :, ::every].cpu())
+        variances.append(v[:, :, ::every].cpu())
+    return Errors(torch.cat(ratios, dim=1), torch.cat(variances, dim=1), link)
 
 
 def held_out_laws(
@@ -232,9 +276,7 @@ class _Targets:
                     "probabilities are right: hold out data of all classes"
                 )
         if self._n < FEW:
-            logger.warning(
-                "only %d examples are held out, so the choice is uncertain: hold out %d or more", self._n, FEW
-            )
+            warn("only %d examples are held out, so the choice is uncertain: hold out %d or more", self._n, FEW)
 
 
 @implements("tune_prior: grid")
@@ -247,7 +289,7 @@ def grid(
     seed: int,
 ) -> LaplacePosterior:
     """The best-scoring prior on a grid that is uniform in log δ, in one pass over validation data. All priors use the
-    same seed, so their scores differ only by the prior."""
+    same seed, so their scores differ only by the prior, and their covariances share sums over groups of eigenvalues."""
     if loader is None:
         raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
     metric, priors = tuning.metric, _priors(posterior, predictive, tuning)
@@ -259,7 +301,8 @@ def grid(
     if higher is None:
         raise ValueError(f"{type(metric).__name__} does not say which values are best: set its higher_is_better")
     scores = [_NLL(likelihood) if metric is None else _Metric(metric.clone()) for _ in priors]
-    for laws, y in held_out_laws(posterior, [posterior.with_prior(δ) for δ in priors], loader, scoring):
+    candidates = [posterior.with_prior(δ) for δ in priors]
+    for laws, y in held_out_laws(posterior, candidates, loader, scoring, exact=False):
         for score, law in zip(scores, laws, strict=True):
             score.update(scoring.integrate(likelihood, law), y)
     values = torch.stack([score.compute() for score in scores]) * (-1 if higher else 1)

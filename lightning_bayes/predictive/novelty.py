@@ -22,11 +22,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.jacobian.plan import find_last_layer
+from lightning_bayes.jacobian.calls import Call
+from lightning_bayes.jacobian.output_gaussian import LayerJacobian
+from lightning_bayes.jacobian.plan import LayerUse, PlanCache, find_last_layer
 from lightning_bayes.network import CurvatureError, Subset, SubsetError, inputs
-from lightning_bayes.network.accumulation import cast_like
 from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.posterior.gaussian import GaussianPosterior, PlanCache, PosteriorError, implements
+from lightning_bayes.network.float64 import cast_like
+from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import Structure
 from lightning_bayes.structures.factor import Factor
@@ -46,6 +48,7 @@ class LastLayer:
     def novelty_of(self, a: Tensor) -> Tensor:
         """# [T, I] positions of one example, or [B, T, I] -> [B], the mean over positions"""
         shares = self.factor.expand(self.prior / (self.factor.spectrum + self.prior), -1)[0]
+        a = cast_like(a, self.factor.values)
         left = self.factor.rotate(a).square() @ cast_like(shares, a)
         return (left / a.square().sum(-1).clamp(min=torch.finfo(a.dtype).tiny)).mean(-1)
 
@@ -59,10 +62,36 @@ def novelty(posterior: GaussianPosterior, x: Any) -> Tensor:
     return _score(posterior, last, x)[0]
 
 
-def find_novelty(posterior: GaussianPosterior, x: Any) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """`novelty` and the network's outputs, or nothing for a posterior without it.  # [B], [B, ...]"""
-    last = "its weights are sharded" if posterior.is_sharded else _last_layer(posterior, x)
-    return (None, None) if isinstance(last, str) else _score(posterior, last, x)
+class NoveltyScore:
+    """The novelty of `x`, if the posterior has it. The passes of a linearised network hold the inputs of its last
+    layer: where `observe` sees them, the score needs no pass of its own."""
+
+    def __init__(self, posterior: GaussianPosterior, x: Any) -> None:
+        self._posterior, self._x = posterior, x
+        self._last = "its weights are sharded" if posterior.is_sharded else _last_layer(posterior, x)
+        self._parts: list[Tensor] = []
+
+    def observe(self, jacobian: LayerJacobian) -> None:
+        if isinstance(self._last, str):
+            return
+        for layer, calls in zip(jacobian.plan.layers, jacobian.matched.calls, strict=True):
+            if layer.weight is not None and layer.weight.name in self._last.layer.names:
+                self._parts.append(self._last.novelty_of(_layer_inputs(layer, calls)))
+
+    def outputs(self) -> Tensor | None:
+        """The network's outputs, from a forward pass that also gives the score; None for a posterior without one.
+        # [B, ...]"""
+        if isinstance(self._last, str):
+            return None
+        novelty, f = _score(self._posterior, self._last, self._x)
+        self._parts = [novelty]
+        return f
+
+    def value(self) -> Tensor | None:
+        """# [B]"""
+        if not self._parts and self.outputs() is None:
+            return None
+        return torch.cat(self._parts).detach()
 
 
 def novelty_p(known: Tensor, scores: Tensor) -> Tensor:
@@ -82,7 +111,7 @@ class KnownInputs:
     def __iter__(self) -> Iterator[Any]:
         self._scores.clear()
         for batch in self._loader:
-            score, _ = find_novelty(self._posterior, inputs.split(self._posterior.network, batch, "val")[0])
+            score = NoveltyScore(self._posterior, inputs.split(self._posterior.network, batch, "val")[0]).value()
             self._scores += [] if score is None else [score]
             yield batch
 
@@ -140,7 +169,7 @@ def _score(posterior: GaussianPosterior, last: LastLayer, x: Any) -> tuple[Tenso
     with torch.inference_mode(False), borrowed(network, last.layer.names):
         x = inputs.to_device(inputs.contained(network, x), posterior.device)
         a, f = _inputs(network, last, x)
-    return last.novelty_of(cast_like(a, last.factor.values)).detach(), f.detach()
+    return last.novelty_of(a).detach(), f.detach()
 
 
 def _inputs(network: nn.Module, last: LastLayer, x: Any) -> tuple[Tensor, Tensor]:
@@ -153,6 +182,11 @@ def _inputs(network: nn.Module, last: LastLayer, x: Any) -> tuple[Tensor, Tensor
         parts = [_inputs(network, last, example)[0] for example in inputs.take_each(network, x)]
         return torch.cat(parts), f
     (layer,), (calls,) = plan.layers, matched.calls
+    return _layer_inputs(layer, calls), f
+
+
+def _layer_inputs(layer: LayerUse, calls: list[Call]) -> Tensor:
+    """With a one for the bias.  # [B, T, I]"""
     a = layer.inputs(calls)
     assert a is not None  # the layer has a weight
-    return (a[0] if layer.bias is None else torch.cat([a[0], a.new_ones(*a.shape[1:3], 1)], -1)), f
+    return a[0] if layer.bias is None else torch.cat([a[0], a.new_ones(*a.shape[1:3], 1)], -1)

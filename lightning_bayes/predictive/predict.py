@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import flag
+from lightning_bayes.jacobian.output_gaussian import Observer
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood, Predictive
 from lightning_bayes.likelihoods.outputs import check_generator, draw_gaussian, widen
 from lightning_bayes.network import inputs
@@ -42,7 +43,7 @@ from lightning_bayes.predictive.draws import (
     has_leading_classes,
     sample_functions,
 )
-from lightning_bayes.predictive.novelty import find_novelty, novelty_p
+from lightning_bayes.predictive.novelty import NoveltyScore, novelty_p
 from lightning_bayes.predictive.prediction import Prediction, TensorFields
 
 MANY = 64  # outputs per example above which the linearised network is sampled
@@ -67,33 +68,32 @@ def predict(
     check_generator(generator)
     flag("calibrated", calibrated)
     flag("split", split)
-    check_differentiable(differentiable, x)
+    if flag("differentiable", differentiable):
+        check_differentiable(x)
     likelihood = posterior.likelihood
     likelihood.choose_link(option.link)  # raises for an unknown link
     calibration = posterior.calibration_of(option.kind, option.link) if calibrated else None
     calibration = calibration or Calibration(option.kind, "")
     x = inputs.contained(posterior.network, x)
     with preserved_rng(posterior.device):
-        novelty, f = find_novelty(posterior, x) if option.is_linear and not differentiable else (None, None)
+        score = NoveltyScore(posterior, x) if option.is_linear and not differentiable else None
         # One forward pass is enough for the plain network.
-        known_law = None if f is None or not is_plain(posterior) else OutputLaw(f)
-        law = known_law or output_law(posterior, x, option, generator, differentiable)
+        f = score.outputs() if score is not None and is_plain(posterior) else None
+        observe = None if score is None else score.observe
+        law = OutputLaw(f) if f is not None else output_law(posterior, x, option, generator, differentiable, observe)
+        energy = -law.mean.logsumexp(1) if likelihood.chooses_one_class else None
         law = law.tempered(calibration.output_temperature)
         link = law.choose_link(likelihood, (option.link or calibration.link or None) if option.is_linear else None)
         # A closed form needs samples only to split the variance.
         samples = option.samples if split or link == "mc" else 0
         predictive_ = law.integrate(Integral(likelihood, link, samples, generator))
-        if isinstance(predictive_, ClassPredictive):
-            T = calibration.probs_temperature
-            predictive_ = predictive_ if T == 1 else predictive_.tempered(T)
-        else:
-            s = calibration.variance_factor
-            parts = {"epistemic": s * predictive_.epistemic, "aleatoric": s * predictive_.aleatoric}
-            predictive_ = replace(predictive_, **parts)
-        prediction = Prediction.from_predictive(predictive_)
+        is_class = isinstance(predictive_, ClassPredictive)
+        T = calibration.probs_temperature if is_class else calibration.variance_factor**0.5
+        predictive_ = predictive_ if T == 1 else predictive_.tempered(T)
+        prediction = replace(Prediction.from_predictive(predictive_, calibration.df), energy=energy)
         if differentiable:
             return prediction
-        known = posterior.known_novelty
+        novelty, known = None if score is None else score.value(), posterior.known_novelty
         p = None if novelty is None or known is None else novelty_p(known, novelty)
         return replace(prediction, novelty=novelty, novelty_p=p).map(Tensor.detach)
 
@@ -144,8 +144,10 @@ def output_law(
     predictive: PredictiveOption,
     generator: torch.Generator | None = None,
     differentiable: bool = False,
+    observe: Observer | None = None,
 ) -> OutputLaw:
-    """The law of the outputs at `x`. With `differentiable` it keeps the graph to `x`."""
+    """The law of the outputs at `x`. With `differentiable` it keeps the graph to `x`; `observe` gets the passes of the
+    linearised network."""
     if predictive.kind == "map" or is_plain(posterior):
         return OutputLaw(outputs(posterior, x, differentiable))
     if predictive.kind == "gp":
@@ -154,7 +156,10 @@ def output_law(
         return output_laws([posterior], x, predictive)[0]
     linear, n = predictive.is_linear, predictive.samples
     if linear and not has_many_outputs(posterior, x):
-        return OutputLaw(*posterior.functional(x, differentiable=differentiable))
+        mean, (covariance,) = posterior.functional_for(
+            [posterior.precision], x, differentiable=differentiable, observe=observe
+        )
+        return OutputLaw(mean, covariance)
     shifted = linear and posterior.shift is not None
     mean = posterior.shifted(x, differentiable) if shifted else outputs(posterior, x, differentiable)
     draws: Tensor | FunctionDraws

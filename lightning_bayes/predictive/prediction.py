@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import between, format_value, listed
+from lightning_bayes.arguments import between, format_value, instance, listed
 from lightning_bayes.likelihoods import ClassPredictive, Predictive
+from lightning_bayes.metrics.functional.student_t import half_width, student_entropy, student_nll
 from lightning_bayes.network import DataError
 
 if TYPE_CHECKING:
@@ -46,12 +47,14 @@ class Prediction(TensorFields):
     """The predictive distribution of a batch.
 
     Classification has `probs` `[B, C, …]`, yes/no labels have `probs` `[B, …]` of a yes, and a regression has `mean`
-    and `variance` (noise included). All have the two sources of uncertainty per output (Kwon et al. 2020): `epistemic`,
+    and `variance` (noise included) of a Gaussian, or with `df` degrees of freedom of a Student-t with the same variance
+    and heavier tails. All have the two sources of uncertainty per output (Kwon et al. 2020): `epistemic`,
     which more data would reduce, and `aleatoric`, which is in the data. They also have the `entropy` of the predictive
     distribution and its epistemic part, the `mutual_information` of target and weights, in nats per label or output.
 
     `novelty` `[B]` is the share of a weak prior's variance that the data have left at the input, and `novelty_p` the
     share of held-out inputs that are at least as novel. For inputs like those it is at most α with a probability of α.
+    The `energy` of classes, `−log Σ_c exp f_c` of the outputs (Liu et al. 2020), has the shape of the entropy.
 
     `prediction[examples]` selects examples by a number, a slice, a list or a mask; a number keeps the batch dimension.
     `Prediction.cat` joins the batches that `trainer.predict` returns.
@@ -63,19 +66,26 @@ class Prediction(TensorFields):
     probs: Tensor | None = None
     mean: Tensor | None = None
     variance: Tensor | None = None
+    df: Tensor | None = None  # more than 2; None or infinity: a Gaussian
     mutual_information: Tensor | None = None  # None: not known
     novelty: Tensor | None = None  # [B]; None: not known
     novelty_p: Tensor | None = None  # [B]; None: nothing was held out
+    energy: Tensor | None = None  # None: not of classes
 
     @staticmethod
-    def from_predictive(predictive: Predictive) -> Prediction:
+    def from_predictive(predictive: Predictive, df: float | Tensor = math.inf) -> Prediction:
         information = predictive.mutual_information
         prediction = Prediction(
             predictive.epistemic, predictive.aleatoric, predictive.entropy, mutual_information=information
         )
         if isinstance(predictive, ClassPredictive):
             return replace(prediction, probs=predictive.probs)
-        return replace(prediction, mean=predictive.mean, variance=predictive.variance)
+        mean, variance = predictive.mean, predictive.variance
+        if not isinstance(df, Tensor):
+            if math.isinf(df):
+                return replace(prediction, mean=mean, variance=variance)
+            df = torch.full_like(mean, df)
+        return replace(prediction, mean=mean, variance=variance, df=df, entropy=student_entropy(variance, df))
 
     @property
     def kind(self) -> str:
@@ -102,13 +112,20 @@ class Prediction(TensorFields):
         return self._of_real_targets("std", "use `confidence`, `entropy` or `epistemic`")[1].sqrt()
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Lower and upper end of the central interval that contains a real target with probability `level` under the
-        Gaussian with this mean and variance, for each output separately.  # [B, …] each"""
+        """Lower and upper end of the central interval that contains a real target with probability `level`, for each
+        output separately.  # [B, …] each"""
         between("level", level, 0, 1, borders=False)
         way = "use sets of classes instead: posterior.conformalize(loader, level).sets(prediction)"
         mean, variance = self._of_real_targets("interval", way)
-        z = float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64, device="cpu")))
-        return mean - z * variance.sqrt(), mean + z * variance.sqrt()
+        half = half_width(level, variance, self.df)
+        return mean - half, mean + half
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """The log-density of each real target.  # [B, …]"""
+        instance("y", y, Tensor, "a tensor of targets")
+        mean, variance = self._of_real_targets("log_prob", "take the log of `probs`")
+        y = real_targets(mean, y.to(mean.device))
+        return -student_nll((y - mean).square() / variance, variance, self.df)
 
     @property
     def epistemic_score(self) -> Tensor:
@@ -137,6 +154,10 @@ class Prediction(TensorFields):
         """The predictions of several batches as one."""
         _check_alike(listed("predictions", predictions, "predictions, as trainer.predict returns"))
         tensors: dict[str, Any] = {}
+        if any(prediction.df is not None for prediction in predictions):  # an infinite df is a Gaussian
+            predictions = [
+                p if p.df is not None else replace(p, df=torch.full_like(p._main, math.inf)) for p in predictions
+            ]
         for field in fields(Prediction):
             parts = [getattr(prediction, field.name) for prediction in predictions]
             tensors[field.name] = None if any(part is None for part in parts) else torch.cat(parts)

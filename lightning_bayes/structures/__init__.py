@@ -1,12 +1,11 @@
 """Symmetric positive semi-definite matrices over a network's parameters, each with the algebra its form allows."""
 
-from lightning_bayes.structures.base import Eigenbasis, InverseTerms, Structure, StructureError
+from lightning_bayes.structures.base import Eigenbasis, InverseTerms, Layout, Piece, Structure, StructureError
 from lightning_bayes.structures.block_diagonal import BlockDiagonal
 from lightning_bayes.structures.dense import Dense
 from lightning_bayes.structures.diagonal import Diagonal
 from lightning_bayes.structures.factor import Factor, Gram
 from lightning_bayes.structures.kronecker import EKFAC, EKFACBlockDiagonal, Kronecker
-from lightning_bayes.structures.layout import Layout, Piece
 from lightning_bayes.structures.low_rank import LowRank
 from lightning_bayes.structures.output_covariance import CovarianceForm, JacobianColumns, layer_jacobian
 from lightning_bayes.structures.row_space import RowSpace

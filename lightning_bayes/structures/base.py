@@ -1,4 +1,5 @@
-"""The contract of a structure: a symmetric positive semi-definite matrix `M` over `P` parameters.
+"""The contract of a structure: a symmetric positive semi-definite matrix `M` over `P` parameters; and `Layout`, the
+positions of its blocks.
 
 Structures are immutable values. Vectors are rows, so a stack of vectors is `[..., P]`. `H.add_prior(δ)` turns a
 curvature `H` into a precision; `sample` then draws from the Gaussian with that precision, `N(0, M⁻¹)`.
@@ -13,6 +14,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
+from math import prod
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -21,7 +24,6 @@ from torch import Tensor
 from lightning_bayes.arguments import register
 from lightning_bayes.network.subset import Subset
 from lightning_bayes.structures.factor import Factor
-from lightning_bayes.structures.layout import Layout
 from lightning_bayes.structures.output_covariance import CovarianceForm, layer_jacobian
 
 Self = TypeVar("Self", bound="Structure")
@@ -40,6 +42,81 @@ def positive(eigenvalues: Tensor) -> Tensor:
             "precision before solving or sampling, or increase it"
         )
     return eigenvalues
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of the flat vector from `start`, stored as `shape`. After `permute(order)`, its first two dimensions are
+    the block's groups and rows, and the others its columns."""
+
+    start: int
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None = None
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def permuted_shape(self) -> tuple[int, ...]:
+        return self.shape if self.order is None else tuple(self.shape[d] for d in self.order)
+
+    @property
+    def columns(self) -> int:
+        return prod(self.permuted_shape[2:])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The positions of a block's entries in the flat vector: pieces whose columns, side by side, form `[g, O, I]`.
+
+    The flat vector follows `named_parameters`: a layer's whole weight, then its bias. A Kronecker block needs the joint
+    matrix `[W b]` of shape `[g, O, I + 1]`, row by row, and a transposed convolution stores its weight as `[I, O, k]`.
+    Slices and permutations reorder between the two without index vectors.
+
+    >>> layout = Layout((Piece(0, (1, 2, 3)), Piece(6, (1, 2, 1))))  # a Linear(3, 2): weight first, then bias
+    >>> layout.gather(torch.arange(8)).tolist()
+    [0, 1, 2, 6, 3, 4, 5, 7]
+    """
+
+    pieces: tuple[Piece, ...]
+
+    @staticmethod
+    def vector(runs: list[tuple[int, int]]) -> Layout:
+        """A block without matrix form: consecutive runs of `(start, size)`."""
+        return Layout(tuple(Piece(start, (1, 1, size)) for start, size in runs))
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int]:
+        g, O = self.pieces[0].permuted_shape[:2]
+        return g, O, sum(piece.columns for piece in self.pieces)
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    def gather(self, flat: Tensor) -> Tensor:
+        """The block's entries, in the order of the block.  # [..., P] -> [..., g·O·I]"""
+        lead = flat.ndim - 1
+        columns = []
+        for piece in self.pieces:
+            part = flat[..., piece.start : piece.start + piece.size].unflatten(-1, piece.shape)
+            if piece.order is not None:
+                part = part.permute(*range(lead), *(lead + d for d in piece.order))
+            columns.append(part.flatten(lead + 2))
+        block = columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
+        return block.flatten(lead)
+
+    def scatter(self, block: Tensor, flat: Tensor) -> None:
+        """Write the block's entries to their positions in `flat`, in place.  # [..., g·O·I] into [..., P]"""
+        lead = flat.ndim - 1
+        parts = block.unflatten(-1, self.shape).split([piece.columns for piece in self.pieces], dim=-1)
+        for piece, part in zip(self.pieces, parts, strict=True):
+            part = part.unflatten(-1, piece.permuted_shape[2:])
+            if piece.order is not None:
+                inverse = sorted(range(len(piece.order)), key=piece.order.__getitem__)
+                part = part.permute(*range(lead), *(lead + d for d in inverse))
+            flat[..., piece.start : piece.start + piece.size] = part.flatten(lead)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +146,12 @@ class Eigenbasis:
     counts: Tensor  # the number of dimensions each column represents; 1 in a basis. [] or [n]
     groups: Tensor | None  # the parameter group of each column [n]
     vectors: Tensor | None = None  # Eᵀv for each row [k, n]
+
+    def without_zeros(self) -> Eigenbasis:
+        """The columns whose values are not zero, without vectors."""
+        kept = self.values != 0
+        counts = self.counts[kept] if self.counts.ndim else self.counts
+        return Eigenbasis(self.values[kept], counts, None if self.groups is None else self.groups[kept])
 
 
 class Structure(ABC):
@@ -178,9 +261,13 @@ class Structure(ABC):
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """`n` draws from `N(0, M⁻¹)`.  # [n, P]"""
+        return self.root_solve(self._noise(n, generator))
+
+    def _noise(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """# [n, P]"""
         device = self.device if generator is None else generator.device
         noise = torch.randn(n, self.size, generator=generator, device=device, dtype=self.dtype)
-        return self.root_solve(noise.to(self.device))
+        return noise.to(self.device)
 
     def quadratic(self, J: Tensor) -> Tensor:
         """`J M Jᵀ`.  # [..., K, P] -> [..., K, K]"""

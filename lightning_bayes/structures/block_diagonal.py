@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.network.subset import Subset
-from lightning_bayes.structures.base import Eigenbasis, ParameterBlock, Structure, StructureError
-from lightning_bayes.structures.layout import Layout, Piece
+from lightning_bayes.structures.base import Eigenbasis, Layout, ParameterBlock, Piece, Structure, StructureError
 
 T = TypeVar("T")
 
@@ -77,6 +76,13 @@ class BlockDiagonal(Structure):
 
     def root_solve(self, vectors: Tensor) -> Tensor:
         return self._assemble(self._each(lambda block, at: block.root_solve(at.gather(vectors)), self.layouts))
+
+    def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        if self._is_in_graph:
+            return super().sample(n, generator)
+        noise = self._noise(n, generator)  # overwritten, because new memory would cost as much as a rotation
+        self._each(lambda block, at: at.scatter(block.root_solve(at.gather(noise)), noise), self.layouts)
+        return noise
 
     def logdet(self) -> Tensor:
         return torch.stack([block.logdet() for block in self.blocks]).sum()

@@ -22,9 +22,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_bayes.network.accumulation import cast_like, in_float64
+from lightning_bayes.network.float64 import cast_like, eigh, in_float64
 from lightning_bayes.structures.base import Eigenbasis, Structure, StructureError, cached_outside_graphs, positive
-from lightning_bayes.structures.eigendecomposition import eigh
 from lightning_bayes.structures.output_covariance import CovarianceForm, GroupedSpectrum
 
 TOLERATED = 1e-3  # the share of a prior precision that rounding of the curvature may change

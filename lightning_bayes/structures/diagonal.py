@@ -10,11 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_bayes.network.accumulation import in_float64
+from lightning_bayes.network.float64 import in_float64
 from lightning_bayes.network.subset import Subset, layer_of
-from lightning_bayes.structures.base import Eigenbasis, ParameterBlock, Structure, positive
+from lightning_bayes.structures.base import Eigenbasis, Layout, ParameterBlock, Structure, positive
 from lightning_bayes.structures.factor import Factor
-from lightning_bayes.structures.layout import Layout
 from lightning_bayes.structures.output_covariance import CovarianceForm, rotated_covariances
 
 

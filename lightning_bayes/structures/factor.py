@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.network.accumulation import cast_like, in_float64
-from lightning_bayes.structures.eigendecomposition import eigh
+from lightning_bayes.network.float64 import cast_like, eigh, in_float64
 
 Rank = int | str | None  # the number of eigenpairs a factor keeps: at most this many, "auto", or all
 

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_bayes.network.accumulation import cast_like, in_float64
+from lightning_bayes.network.float64 import cast_like, in_float64
 from lightning_bayes.structures.base import Eigenbasis, Structure, StructureError, cached_outside_graphs, positive
 from lightning_bayes.structures.block_diagonal import BlockDiagonal
 from lightning_bayes.structures.factor import Factor
@@ -38,6 +38,9 @@ from lightning_bayes.structures.output_covariance import (
     rotate_inputs,
     rotated_covariances,
 )
+
+NARROW = 64  # columns, with which fewer multiplications save no time
+ROUNDING = 2**10  # times eps: what vanishes beside the prior precision, in draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,11 +163,9 @@ class Kronecker(Structure):
         return self._multiply(positive(self.values).reciprocal(), vectors)
 
     def root_solve(self, vectors: Tensor) -> Tensor:
-        if self._low_rank_root is None:
+        if self._partial_root is None:
             return self._multiply(self._inverse_roots, vectors)
-        E_G, E_A, changes, scale = self._low_rank_root
-        V = vectors.unflatten(-1, self.shape)
-        return torch.add(V * scale, E_G @ (changes * (E_G.mT @ (V @ E_A))) @ E_A.mT).flatten(-3)
+        return self._partial_root.times(vectors.unflatten(-1, self.shape)).flatten(-3)
 
     def logdet(self) -> Tensor:
         log_values = self.right.times_multiplicity(self.values.log(), -1)
@@ -192,20 +193,22 @@ class Kronecker(Structure):
         return positive(self.values).rsqrt()
 
     @cached_outside_graphs
-    def _low_rank_root(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """`M^(-1/2) = (E_G ⊗ E_A) diag((λμ + δ)^(-1/2) − δ^(-1/2)) (E_G ⊗ E_A)ᵀ + δ^(-1/2) I`, where `E_G` and `E_A`
-        are the eigenvectors with a `λμ` that does not vanish in rounding beside `δ`. None if these are not few, or if
+    def _partial_root(self) -> PartialRoot | None:
+        """`M^(-1/2)` by the eigenvectors that the data determine, or None if it costs less to rotate everything, or if
         `δ` is not one positive number."""
         left, right, δ = self.left, self.right, torch.as_tensor(self.shift).to(self.left.values)
         if left.vectors is None or right.vectors is None or δ.ndim or not δ > 0 or self._is_in_graph:
             return None
-        seen = self.products > torch.finfo(δ.dtype).eps * δ  # [g, O, I]
-        rows, columns = (seen.any(0).any(dim).nonzero().flatten() for dim in (1, 0))
-        few = 2 * len(columns) <= right.size or 2 * len(rows) <= left.size
-        if not few or any(len(n) and n[-1] >= f.values.shape[-1] for n, f in ((rows, left), (columns, right))):
-            return None  # the last one may be a remainder
-        values = self._inverse_roots[:, rows][..., columns]
-        return left.vectors[..., rows], right.vectors[..., columns], values - δ.rsqrt(), δ.rsqrt()
+        seen = (self.products > ROUNDING * torch.finfo(δ.dtype).eps * δ).any(0)  # [O, I]
+        columns = _most_first(seen.sum(0))
+        numbers = torch.arange(1, len(columns) + 1, device=seen.device)
+        widths = (seen[:, columns] * numbers).amax(1) if len(columns) else seen.sum(1)
+        rows = _most_first(widths)
+        if any(len(n) and n.max() >= f.values.shape[-1] for n, f in ((rows, left), (columns, right))):
+            return None  # of a remainder
+        changes = self._inverse_roots[:, rows][..., columns] - δ.rsqrt()
+        root = PartialRoot.of(left.vectors[..., rows], right.vectors[..., columns], changes, widths[rows], δ.rsqrt())
+        return root if root.work < (left.size + right.size) * left.size * right.size else None
 
     @cached_outside_graphs
     def _inverse_values(self) -> Tensor:
@@ -306,6 +309,61 @@ class Kronecker(Structure):
         if self.left.vectors is not None:
             values = self.left.squares @ values
         return values.flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class PartialRoot:
+    """`Σ (E_G ⊗ E_A) diag(c) (E_G ⊗ E_A)ᵀ + δ^(-1/2) I` with `c = (λμ + δ)^(-1/2) − δ^(-1/2)`. A `λμ` that vanishes in
+    rounding beside `δ` counts as zero. Each step of the sum takes the eigenvectors `E_G` that meet the same number of
+    `E_A`, up to a factor of two or `NARROW`."""
+
+    steps: tuple[tuple[Tensor, Tensor, Tensor], ...]  # E_G [g, O, r], E_A [g, I, k] and c [g, r, k]
+    inputs: Tensor | None  # in which the E_A are not zero; None for most
+    scale: Tensor  # δ^(-1/2)
+
+    @staticmethod
+    def of(left: Tensor, right: Tensor, changes: Tensor, widths: Tensor, scale: Tensor) -> PartialRoot:
+        """The first `widths` columns of each row of the changes are not zero; they descend.  # [r]"""
+        used, steps, start = right.ne(0).any(-1).any(0), [], 0
+        inputs = None if _is_most(used) else used.nonzero().flatten()
+        right = right if inputs is None else right[:, inputs]
+        while start < len(widths):
+            width = int(widths[start])
+            stop = int((widths > (width // 2 if width > NARROW else 0)).sum())
+            E_A = right[..., :width] if width > NARROW else right[..., :width].contiguous()
+            steps.append((left[..., start:stop], E_A, changes[:, start:stop, :width]))
+            start = stop
+        return PartialRoot(tuple(steps), inputs, scale)
+
+    @property
+    def work(self) -> int:
+        """Half of the multiplications of a product with a vector."""
+        return sum(min(_work(E_G.mT, E_A)) for E_G, E_A, _ in self.steps)
+
+    def times(self, V: Tensor) -> Tensor:
+        """# [..., g, O, I]"""
+        root, used = V * self.scale, V if self.inputs is None else V[..., self.inputs]
+        for E_G, E_A, c in self.steps:
+            change = _product(E_G, c * _product(E_G.mT, used, E_A), E_A.mT)
+            root = root.add_(change) if self.inputs is None else root.index_add_(-1, self.inputs, change)
+        return root
+
+
+def _product(A: Tensor, V: Tensor, B: Tensor) -> Tensor:
+    """`A V B`"""
+    from_left, from_right = _work(A, B)
+    return (A @ V) @ B if from_left <= from_right else A @ (V @ B)
+
+
+def _work(A: Tensor, B: Tensor) -> tuple[int, int]:
+    """The multiplications of `A V B` from the left and from the right."""
+    (m, n), (p, q) = A.shape[-2:], B.shape[-2:]
+    return m * p * (n + q), n * q * (p + m)
+
+
+def _most_first(counts: Tensor) -> Tensor:
+    """The indices of the positive ones, in descending order."""
+    return counts.argsort(descending=True, stable=True)[: int((counts > 0).sum())]
 
 
 def _is_most(rows: Tensor) -> bool:

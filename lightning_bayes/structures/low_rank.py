@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_bayes.network.accumulation import cast_like, float64_device, in_float64
+from lightning_bayes.network.float64 import cast_like, float64_device, in_float64
 from lightning_bayes.structures.base import Eigenbasis, InverseTerms, Structure, positive
 from lightning_bayes.structures.diagonal import Diagonal
 from lightning_bayes.structures.factor import Factor

@@ -37,12 +37,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_bayes.network.accumulation import cast_like, in_float64
+from lightning_bayes.network.float64 import cast_like, in_float64
 from lightning_bayes.network.subset import Subset
-from lightning_bayes.structures.layout import Layout
 
 if TYPE_CHECKING:
-    from lightning_bayes.structures.base import Structure
+    from lightning_bayes.structures.base import Layout, Structure
 
 PIECE = 2**24  # bytes of a layer's Jacobian at a time
 PAIRS = 2**21  # bytes of products of positions at a time

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.network.accumulation import in_float64
+from lightning_bayes.network.float64 import in_float64
 from lightning_bayes.network.processes import Processes, distributed, uniforms
 from lightning_bayes.network.subset import Subset, layer_of
 from lightning_bayes.structures.base import positive

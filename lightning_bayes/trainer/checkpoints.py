@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from fsspec.core import url_to_fs
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_bayes.network import Processes
 from lightning_bayes.network.errors import first_line, is_out_of_memory
+from lightning_bayes.network.messages import inform, warn
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.files import digest, write_file
 from lightning_bayes.posterior.gaussian import PosteriorError
@@ -97,8 +97,8 @@ def _roles(trainer: Trainer) -> dict[str, Role]:
     return roles
 
 
-def checkpoints_to_fit(checkpoints: list[CheckpointInfo], weights: str) -> list[list[CheckpointInfo]]:
-    """Group the checkpoints that need another pass over the data by their weights; `weights` is one of `WEIGHTS`."""
+def checkpoints_to_fit(checkpoints: list[CheckpointInfo], weights: WeightsWord) -> list[list[CheckpointInfo]]:
+    """Group the checkpoints that need another pass over the data by their weights."""
     roles = {"both": ("best", "last"), "best": ("best",), "last": ()}[weights]
     groups: dict[str, list[CheckpointInfo]] = {}
     for checkpoint in checkpoints:
@@ -225,7 +225,7 @@ def _read_or_warn(trainer: Trainer, path: str) -> dict[str, Any] | None:
         if is_out_of_memory(error):
             raise
         problem = first_line(error) or type(error).__name__
-        rank_zero_warn(f"the checkpoint {path} cannot be read and so gets no posterior: {problem}")
+        warn(f"the checkpoint {path} cannot be read and so gets no posterior: {problem}")
         return None
 
 
@@ -245,7 +245,7 @@ def save_interrupt_checkpoint(trainer: Trainer, name: str) -> None:
         return
     path = os.path.join(run_folder(trainer), f"{name}_interrupted.ckpt")
     trainer.save_checkpoint(path)
-    rank_zero_info(f"saved {path}: resume with fit(ckpt_path=…)")
+    inform(f"saved {path}: resume with fit(ckpt_path=…)")
 
 
 # -- the posterior's own file ------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import (
@@ -38,6 +37,7 @@ from lightning_bayes.network import DataError, Processes, inputs
 from lightning_bayes.network.adapters import is_graph, labelled_nodes
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
 from lightning_bayes.network.loaders import check_loader, reads_once
+from lightning_bayes.network.messages import inform, warn
 from lightning_bayes.options.fit import data_option
 from lightning_bayes.trainer.module import ReplacedMethod, split_batch
 from lightning_bayes.trainer.private import (
@@ -111,7 +111,7 @@ def exact_pass(
     processes = processes or Processes()
     if not _is_indexed(loader):
         if processes.size > 1:
-            rank_zero_warn(
+            warn(
                 "the training data cannot be indexed, so each process passes over its own loader: examples that "
                 "several loaders repeat count several times"
             )
@@ -120,7 +120,7 @@ def exact_pass(
     size = batch_size(loader)  # None: the dataset returns whole batches
     indices = _indices(loader)
     for number in (limit, max_batches):
-        indices = indices[: _limit(number, len(indices), size or 1)]
+        indices = indices[: _examples_within(number, len(indices), size or 1)]
     if not indices:
         raise DataError("the data are empty: at least one example is needed")
     own_indices = indices[processes.rank :: processes.size]
@@ -156,7 +156,7 @@ def count_examples(trainer: Trainer, instead: str = "pass n_data=") -> int:
     if size is None:
         raise DataError(f"the training data cannot be counted, because the dataset gives whole batches: {instead}")
     batches = drawn_batches(trainer)
-    return _count(loader, _indices(loader)[: None if batches is None else size * batches])
+    return _count_elements(loader, _indices(loader)[: None if batches is None else size * batches])
 
 
 def drawn_batches(trainer: Trainer, loader: Any = None) -> int | None:
@@ -264,14 +264,14 @@ def _indices(loader: DataLoader[Any]) -> list[int]:
     if isinstance(sampler, SubsetRandomSampler):
         return sorted(int(i) for i in sampler.indices)
     if not isinstance(sampler, (RandomSampler, SequentialSampler, DistributedSampler)):
-        rank_zero_warn(
+        warn(
             f"the training loader chooses its examples by a {type(sampler).__name__}; the posterior counts every "
             "example of the dataset once: to leave some out, give the loader a Subset of it"
         )
     return list(range(len(loader.dataset)))  # type: ignore[arg-type]
 
 
-def _count(loader: DataLoader[Any], indices: list[int]) -> int:
+def _count_elements(loader: DataLoader[Any], indices: list[int]) -> int:
     """Count dataset elements, or the labelled nodes if an element is a graph whose nodes have targets."""
     if not indices or "torch_geometric" not in sys.modules:
         return len(indices)
@@ -295,7 +295,7 @@ def _rebuild(loader: DataLoader[Any], indices: list[int], batch_size: int | None
     )
 
 
-def _limit(limit: int | float | None, n: int, size: int) -> int | None:
+def _examples_within(limit: int | float | None, n: int, size: int) -> int | None:
     """The number of examples that a limit allows; an integer limit counts batches, a fraction is a share of them."""
     if limit is None or _is_whole(limit):
         return None
@@ -368,7 +368,7 @@ def _is_set_up(owner: Any) -> bool:
     if own_trainer is None or not own_trainer.global_step:
         return False
     if not is_default_data_hook(owner, "teardown"):
-        rank_zero_warn(
+        warn(
             f"{type(owner).__name__} was torn down after training and is set up again: a random split needs a fixed "
             "seed, or the posterior is tuned on training examples; or pass the loaders of training and validation"
         )
@@ -464,14 +464,14 @@ class FitLoader:
             limit = passed_batches(trainer, loader)
             if self._max_batches is None and not isinstance(limit, int) and self.epoch.is_open(loader):
                 limit = self.epoch.batches
-                rank_zero_warn(_OPEN.format(limit))
+                warn(_OPEN.format(limit))
         processes = Processes() if alone else data_processes(trainer)
         data = exact_pass(loader, module, trainer, limit, processes, self._max_batches)
         if trainer is not None and limit is None and self.source is None and self._max_batches is None:
             self._report_whole(trainer, single(loader))
         if not alone and not self._warned_random and data.is_random():
             self._warned_random = True
-            rank_zero_warn(_RANDOM)
+            warn(_RANDOM)
         return data
 
     def _report_whole(self, trainer: Trainer, loader: Any) -> None:
@@ -481,4 +481,4 @@ class FitLoader:
             return
         if (limit if isinstance(limit, int) else int(limit * len(loader))) < len(loader):
             self._reported_whole = True
-            rank_zero_info(_WHOLE.format(limit))
+            inform(_WHOLE.format(limit))

@@ -27,16 +27,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.network import CurvatureError, DataError, inputs
-from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import RandomState, borrowed, eager, kept_buffers, preserved_rng
 from lightning_bayes.network.errors import OutputError, first_line, is_out_of_memory
+from lightning_bayes.network.float64 import in_float64
+from lightning_bayes.network.messages import inform, warn
 from lightning_bayes.network.output import Output, network_name, output_of, unwrap_output
 from lightning_bayes.network.processes import is_sharded
 from lightning_bayes.posterior.moments import default_loss_scale
@@ -340,9 +340,9 @@ def recognise_scale(name: str, likelihood: Likelihood, c: float, given: float | 
     known = {scale / over for scale in likelihood.loss_scales for over in (1, n_targets)}
     fitting = [scale for scale in known if math.isclose(c, scale, rel_tol=SAME_SCALE)]
     if given is None and fitting:
-        rank_zero_info(f"{loss}, a sum or mean over the {n_targets} targets of an example: taken as loss_scale=")
+        inform(f"{loss}, a sum or mean over the {n_targets} targets of an example: taken as loss_scale=")
         return fitting[0]
-    rank_zero_warn(
+    warn(
         f"{loss}, but loss_scale={assumed:.4g} is assumed, so the curvature is {(c / assumed) ** 2:.4g} "
         f"times its true value: pass loss_scale={c:.4g}, and return a mean over the examples of a batch"
     )

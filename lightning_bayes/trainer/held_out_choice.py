@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_bayes.likelihoods import LikelihoodError
+from lightning_bayes.likelihoods.outputs import sum_per_example
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.network.loaders import ProgressLoader
+from lightning_bayes.network.messages import inform, warn
 from lightning_bayes.options.callback import UseOptions
 from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior import LaplacePosterior
@@ -62,12 +63,12 @@ class HeldOutScores:
         text = f"MAP {listed(self.plain)}; MAP + temperature {listed(self.tempered)}; {name} {listed(self.posterior)}"
         why = ": the posterior adds nothing here, and epistemic is zero" if plain else ""
         chosen = f"{plain} was chosen" if plain else "the posterior was kept"
-        rank_zero_info(f"{name}{of}: on held-out data, two-fold: {text}; {chosen}{why}")
+        inform(f"{name}{of}: on held-out data, two-fold: {text}; {chosen}{why}")
         rival, best = min((("MAP", self.plain["nll"]), ("MAP + temperature", self.tempered["nll"])), key=lambda r: r[1])
         error = 0.0 if math.isnan(self.error) else self.error
         if self.posterior["nll"] > best + max(WORSE, 2 * error):
             other = "tune='marglik'" if plain else "predictive='map'"
-            rank_zero_warn(
+            warn(
                 f"{name}{of}: the posterior does not improve the predictions of this network beyond {rival} (held-out "
                 f"NLL {self.posterior['nll']:.4g}, MAP {self.plain['nll']:.4g}, MAP + temperature "
                 f"{self.tempered['nll']:.4g}), and {chosen}: hold out more data, or use {other}"
@@ -116,10 +117,8 @@ def choose_on_validation(
                 scores.say(use.name, of, tempered if by_auto and is_plain(chosen) else "")
                 log(None if of else trainer, scores.numbers(use.name))
             return chosen, by_evidence
-        if by_auto:
-            rank_zero_info("no validation data to tune and calibrate on: the prior is chosen without them")
     except (DataError, LikelihoodError, CurvatureError, ModuleError) as error:  # unusable data are skipped
-        rank_zero_warn(f"the validation data are not used to tune or calibrate: {error}")
+        warn(f"the validation data are not used to tune or calibrate: {error}")
     if not by_auto:
         return posterior, by_evidence
     return without_held_out_data(posterior), posterior.prior.precision is None
@@ -157,10 +156,12 @@ def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:
             )
             for score, loss, prediction in zip(scores, losses, predictions, strict=True):
                 score.update(prediction, y_half)
-                mean = prediction.mean if prediction.probs is None else prediction.probs
-                assert mean is not None
-                law = chosen.likelihood.predictive(mean, prediction.epistemic, prediction.aleatoric)
-                loss.append(-chosen.likelihood.predictive_log_likelihood(law, y_half).cpu().double())  # [B]
+                if prediction.probs is None:
+                    log_p = sum_per_example(prediction.log_prob(y_half))
+                else:
+                    law = chosen.likelihood.predictive(prediction.probs, prediction.epistemic, prediction.aleatoric)
+                    log_p = chosen.likelihood.predictive_log_likelihood(law, y_half)
+                loss.append(-log_p.cpu().double())  # [B]
         start += len(y)
     reported = ("nll", "ece", "coverage")
     numbers = [{k: float(v) for k, v in score.compute().items() if k in reported} for score in scores]

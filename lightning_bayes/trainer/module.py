@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import format_value
 from lightning_bayes.network import adapters, inputs
-from lightning_bayes.network.errors import NetworkError, submodule
+from lightning_bayes.network.borrowed import submodule
+from lightning_bayes.network.errors import NetworkError
+from lightning_bayes.network.messages import inform
 from lightning_bayes.trainer.private import class_name, is_default_predict_step
 
 USER = "user"  # key of the module's own output in what `predict` returns
@@ -118,7 +119,7 @@ class PredictStep(ReplacedMethod):
         """Tell the user that their `predict_step` does not run; return whether that is so."""
         if self._both or is_default_predict_step(self.original):
             return False
-        rank_zero_info(
+        inform(
             f"{self._callbacks[0].name}: predict returns the posterior's predictions instead of "
             f"{type(self._module).__name__}.predict_step; predict_step='both' returns both, 'keep' only the latter"
         )

@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_bayes.curvature.fit import read_by_targets
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Subset, inputs
-from lightning_bayes.network.borrowed import generator_on, unwrap
-from lightning_bayes.network.gathered_layer import ungathered
+from lightning_bayes.network.borrowed import generator_on
+from lightning_bayes.network.messages import warn
 from lightning_bayes.network.output import Output, output_of, unwrap_output, wrap_output
+from lightning_bayes.network.private import uncompiled
 from lightning_bayes.network.processes import is_sharded
 from lightning_bayes.options.callback import PredictStepWord, UseOptions
 from lightning_bayes.options.fit import Network, Prior, network_option
@@ -224,7 +224,8 @@ class PosteriorCallback(Callback):
             return posterior
         network = self.network_in(self._module)
         if posterior is not None:
-            if unwrap_output(ungathered(posterior.network)) is unwrap_output(network) and not posterior.is_elsewhere():
+            own = unwrap_output(inputs.whole_network(posterior.network))
+            if own is unwrap_output(network) and not posterior.is_elsewhere():
                 return posterior
             state = posterior.state_dict()
         if state is not None:
@@ -233,7 +234,7 @@ class PosteriorCallback(Callback):
 
     def network_in(self, module: LightningModule) -> nn.Module:
         """The part of the module that maps x to f."""
-        return wrap_output(unwrap(network_of(module, self.network.name)), self._read_as)
+        return wrap_output(uncompiled(network_of(module, self.network.name)), self._read_as)
 
     def _shows_progress(self, trainer: Trainer | None) -> bool:
         return self.progress and shows_bars(trainer)
@@ -311,7 +312,7 @@ class PosteriorCallback(Callback):
     def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
         """Warn if the loss does not belong to the likelihood."""
         if not fit.fits:
-            rank_zero_warn(f"{self.name}: {explain(fit, self.likelihood, outputs)}")
+            warn(f"{self.name}: {explain(fit, self.likelihood, outputs)}")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._dry_run is not None:
@@ -346,7 +347,7 @@ class PosteriorCallback(Callback):
             return
         problem = self._why_unused(trainer)
         if problem:
-            rank_zero_warn(f"nothing is scored: {problem}")
+            warn(f"nothing is scored: {problem}")
             return
         loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
         stage = "test" if trainer.testing else "val"
@@ -399,7 +400,7 @@ class PosteriorCallback(Callback):
             raise RuntimeError(problems[self])
         for callback, problem in problems.items():
             if problem:
-                rank_zero_warn(f"predict returns no prediction by {callback.name!r}: {problem}")
+                warn(f"predict returns no prediction by {callback.name!r}: {problem}")
         if not callbacks:
             return
         self._predict_step = PredictStep(pl_module, callbacks)
@@ -412,8 +413,7 @@ class PosteriorCallback(Callback):
         self._draws = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._restore_predict_step()
-        self._draws = None
+        self.on_predict_end(trainer, pl_module)
         self._end_dry_run()
 
     def _restore_predict_step(self) -> None:
@@ -448,7 +448,7 @@ class PosteriorCallback(Callback):
         if is_dev_run(trainer):
             return
         self._file.write(trainer, self.posterior)
-        if not is_sharded(ungathered(self.posterior.network)):  # no checkpoint of one file holds its weights
+        if not is_sharded(inputs.whole_network(self.posterior.network)):  # no checkpoint of one file holds its weights
             self._put_into(trainer, self._list_checkpoints(trainer) if checkpoints is None else checkpoints)
 
     def _put_into(self, trainer: Trainer, checkpoints: list[CheckpointInfo]) -> None:
@@ -522,7 +522,7 @@ class CallbackPrior:
         if not isinstance(prior.mean, Mapping):
             return prior
         mean: dict[str, Tensor] = {}
-        for name, _ in unwrap(network).named_parameters():  # by its name in the network, or in the module around it
+        for name, _ in uncompiled(network).named_parameters():  # by its name in the network, or in the module around it
             weight = prior.mean.get(name, prior.mean.get(f"{self._within}.{name}"))
             if weight is not None:
                 mean[name] = weight

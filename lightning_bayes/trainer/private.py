@@ -38,10 +38,12 @@ def datamodule_of(trainer: Any) -> Any:
 
 
 def module_of_callback(callback: Callback) -> LightningModule | None:
-    """The module of the Trainer that has this callback.
+    """The module of the Trainer that has this callback, found among all objects, once per fit.
 
-    It is needed in the parent of launched processes (`ddp_fork`, `ddp_spawn`), where Lightning runs no hook of a
-    callback, and no object that the callback knows refers to the Trainer. So all objects are searched, once per fit.
+    The parent of launched processes (`ddp_fork`, `ddp_spawn`) needs it for `callback.posterior` after a fit. Lightning
+    has no documented way to it: in the parent it runs no hook, neither before the launch nor after it. Of a callback it
+    reads `state_key` there, when the Trainer is made, and pickles it to spawn processes, but a Trainer is passed to
+    neither. The launcher brings back weights and metrics only, and no object of the callback knows the Trainer.
     """
     packages = (sys.modules.get(name) for name in ("lightning.pytorch", "pytorch_lightning"))
     kinds: Any = tuple(package.Trainer for package in packages if package is not None)

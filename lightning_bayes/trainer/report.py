@@ -1,10 +1,4 @@
-"""Reports to the user and to the loggers: summaries of a fit, progress bars, and scores of `validate` and `test`.
-
-Messages to the user follow one rule. In `trainer`, `callbacks` and `mixins`, `rank_zero_info` reports what was done and
-`rank_zero_warn` what the user should change. The layers below do not know Lightning: they use the `lightning_bayes`
-logger. Only `fit_l2m` and `Conformal.fit` use `warnings.warn`, because a caller may have to filter their warnings, as
-`L2MCallback` does.
-"""
+"""Reports to the user and to the loggers: summaries of a fit, progress bars, and scores of `validate` and `test`."""
 
 from __future__ import annotations
 
@@ -16,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_bayes.arguments import format_names
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.loaders import bars_made_by, check_loader
+from lightning_bayes.network.messages import inform
 from lightning_bayes.network.subset import layer_of
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.predictive.evaluate import Predict, ScoreTable, score_loaders
@@ -35,7 +29,7 @@ _LOGGED = ("log_evidence", "prior_precision", "noise_std")  # the summary has th
 
 def report(trainer: Trainer | None, name: str, what: str, numbers: dict[str, float]) -> None:
     """Summarise a fit in one line, and log the prior, the noise and the evidence of the posterior `name`."""
-    rank_zero_info(f"{name}: {what}; " + ", ".join(f"{key} {value:.6g}" for key, value in numbers.items()))
+    inform(f"{name}: {what}; " + ", ".join(f"{key} {value:.6g}" for key, value in numbers.items()))
     log(trainer, {f"{key}_{name}": value for key, value in numbers.items() if key.startswith(_LOGGED)})
 
 

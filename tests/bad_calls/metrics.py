@@ -88,6 +88,12 @@ SETTINGS: dict[str, list[tuple[Any, str]]] = {
         ("wide", "must be a number, got 'wide'"),
         (math.nan, "must be a number, got nan"),
     ],
+    "df": [
+        (2.0, "more than 2, or the variance is infinite; got 2"),
+        (torch.tensor([3.0, math.nan]), "more than 2"),
+        (torch.full((3,), 5.0), "must be a number, or have the mean's shape [2]"),
+        ("heavy", "must be a tensor, got 'heavy'"),
+    ],
     "ignore_index": [(1.5, "must be a whole number, got 1.5"), ("pad", "must be a whole number, got 'pad'")],
     "resolution": [],
     "score_range": [],
@@ -110,6 +116,8 @@ def _of_update(name: str, made: dict[str, Any], given: dict[str, torch.Tensor]) 
     for argument in given:
         table(argument, Of(lambda t, a=argument: given[a].numpy(), "numpy"), "must be a tensor, got a ndarray")
         table(argument, [0.5, 0.5], "must be a tensor, got [0.5, 0.5]")
+    for bad, words in SETTINGS["df"] if "df" in signature(kind.update).parameters else []:
+        table("df", bad, words)
     table.error = MetricInputError
     return table
 

@@ -368,7 +368,7 @@ mixture_density = Table(
 _of_classes = Table("density of classes", lambda t, y: _ensemble(t).log_prob(t.x, y), ["y"], named=False)
 _of_classes("y", Of(lambda t: t.y, "classes"), "density of real targets; for classes take the log of predict(x).probs")
 mixture_density("y", None, "must be a tensor of targets, got None")
-mixture_density("y", Of(lambda t: t.r[:, :1], "[5, 1]"), "needs targets of shape [5, 2]", named=False)
+mixture_density("y", Of(lambda t: t.r[:, :1], "[5, 1]"), "need real targets of shape [5, 2]", named=False)
 mixture_density("x", Of(lambda t: t.x.double(), "double"), "torch.float64", named=False)
 _drawing(mixture_density)
 words(mixture_density, "predictive")

@@ -121,7 +121,8 @@ def test_kept_rows_are_joined_and_every_table_follows_from_them(
     assert next(row["nll"] for row in kept if (row["setup"], row["method"]) == ("a", "MAP")) == 0.7
     text = (tmp_path / pages.MARKDOWN).read_text(encoding="utf-8")
     assert cells(text, "**`LaplaceCallback()`**") == [[".345 / .040 / .820"]]
-    assert cells(text, '**`LaplaceCallback("regression")`**') == [["1.50 / .980"]]
+    of_regression = [["1.50 / .980"], ["1.500 / 100% / 100% / 0.980", ""]]
+    assert cells(text, '**`LaplaceCallback("regression")`**') == of_regression
     # CONFIRM's one network is worse than MAP's by .045, REPORT's is better by .295.
     assert cells(text, "at most 0.01 worse than MAP's") == [["0%", "100%"]]
     shown = readme.read_text(encoding="utf-8")

@@ -91,6 +91,23 @@ def fitted(folder: Path, callback: LaplaceCallback, model: L.LightningModule | N
     return model, fit
 
 
+def state_after(folder: Path, make: Any, *callbacks: L.Callback) -> dict[str, Any]:
+    """The complete state after training, with the random state."""
+    L.seed_everything(3, verbose=False)
+    model, fit = make(), trainer(folder, *callbacks)
+    fit.fit(model, train_loader(), DataLoader(labelled(9, 4), batch_size=4))
+    optimizer = fit.optimizers[0].state_dict()["state"]
+    return {
+        "weights": model.state_dict(),
+        "optimizer": {(i, key): value for i, state in optimizer.items() for key, value in state.items()},
+        "gradients": {name: p.grad for name, p in model.named_parameters()},
+        "modes": [m.training for m in model.modules()],
+        "trainable": [p.requires_grad for p in model.parameters()],
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        "random": (torch.get_rng_state().tolist(), torch.rand(3).tolist()),
+    }
+
+
 def same_numbers(found: Any, expected: Any, rtol: float = 1e-5) -> None:
     """Dictionaries of numbers that agree in every key."""
     assert found.keys() == expected.keys()

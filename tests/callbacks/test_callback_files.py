@@ -13,11 +13,6 @@ from lightning.pytorch.loggers.logger import Logger
 
 from lightning_bayes import GaussianPosterior, L2MCallback, LaplaceCallback, OnlineLaplaceCallback
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-]
-
 X = draw(5, 4, seed=9)
 
 

@@ -1,30 +1,180 @@
-"""What all callbacks share: how arguments are given, and one way to score."""
+"""What all callbacks share: how arguments are given, in Python, YAML and Hydra, and one way to score."""
 
 import inspect
 import pickle
+import re
+import sys
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from callback_cases import FEATURES, draw, fitted, held_out, laplace
+import yaml
+from callback_cases import FEATURES, Classifier, draw, fitted, held_out, laplace, same_posterior, train_loader
+from helpers.cli import run_cli
+from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_bayes import MAP, L2MCallback, LaplaceCallback, OnlineLaplaceCallback
+import lightning_bayes
+from lightning_bayes import (
+    BNN,
+    GLM,
+    MAP,
+    FisherMC,
+    FitData,
+    Gaussian,
+    Kron,
+    L2MCallback,
+    LaplaceCallback,
+    Learning,
+    MarginalLikelihoodCallback,
+    Memory,
+    Network,
+    OnlineLaplaceCallback,
+    Prior,
+    Subnetwork,
+    SWAGCallback,
+    Tuning,
+    fit_laplace,
+)  # fmt: skip
 from lightning_bayes.callbacks import PosteriorCallback
 from lightning_bayes.options.callback import UseOptions
 from lightning_bayes.predictive.evaluate import evaluate
 
-CALLBACKS = [LaplaceCallback, L2MCallback, OnlineLaplaceCallback]
+BNN_7 = "{class_path: lightning_bayes.BNN, init_args: {samples: 7}}"
+PROBIT = "{class_path: lightning_bayes.GLM, init_args: {link: probit, samples: 7}}"
+GAUSSIAN = "{class_path: lightning_bayes.Gaussian, init_args: {noise_std: 0.3}}"
+SHARED = (
+    "network: {name: net, output: logits}, calibrate: outputs, ood: true, seed: 3, predict_step: both, progress: false"
+)
+# What a file says, with words, lists and nested options, and what it means. Each row gives almost every argument.
+FROM_YAML: list[tuple[type[PosteriorCallback], str, dict[str, Any]]] = [
+    (
+        LaplaceCallback,
+        f"""likelihood: {GAUSSIAN}, structure: {{class_path: lightning_bayes.Kron, init_args: {{rank: auto}}}},
+            subset: [net.0, net.4.bias], curvature: {{samples: 3}}, prior_precision: [1.0, 2.0], weights: last,
+            prior: {{temperature: 0.5}}, tune: {{method: marglik, noise: false}}, data: {{max_batches: 2}},
+            predictive: {PROBIT}, name: mine, save: false""",
+        {
+            "likelihood": Gaussian(0.3), "structure": Kron(rank="auto"), "subset": ["net.0", "net.4.bias"],
+            "curvature": FisherMC(3), "prior_precision": [1.0, 2.0], "weights": "last",
+            "prior": Prior(temperature=0.5), "tune": Tuning("marglik", noise=False), "data": FitData(max_batches=2),
+            "predictive": GLM("probit", 7), "name": "mine", "save": False,
+        },
+    ),
+    (
+        LaplaceCallback,
+        "structure: diag, subset: {n: 6, by: magnitude}, curvature: fisher_mc, tune: null, prior_precision: 2.0",
+        {
+            "structure": "diag", "subset": Subnetwork(6, "magnitude"), "curvature": "fisher_mc", "tune": None,
+            "prior_precision": 2.0,
+        },
+    ),
+    (
+        L2MCallback,
+        f"""likelihood: {GAUSSIAN}, scaling: paper, prior_precision: [1.0, 2.0], prior: {{mean: null}}, loss_scale: 1.0,
+            n_data: 100, tune: marglik, predictive: {BNN_7}, name: mine""",
+        {
+            "likelihood": Gaussian(0.3), "scaling": "paper", "prior_precision": [1.0, 2.0], "prior": Prior(),
+            "loss_scale": 1.0, "n_data": 100, "tune": "marglik", "predictive": BNN(7), "name": "mine",
+        },
+    ),
+    (
+        OnlineLaplaceCallback,
+        f"""likelihood: classification, memory_factor: 0.01, hessian: mixed, prior_precision: 2.5, train_samples: 2,
+            memory: {{scale: 0.5, average: true, curvature_at: sample, initial_curvature: 3.0, extrapolate: false,
+            threshold: 4.0}}, same_sample: true, max_std: 0.1, n_data: 100, subset: [net.0, net.4.bias],
+            predictive: {PROBIT}, name: mine""",
+        {
+            "likelihood": "classification", "memory_factor": 0.01, "hessian": "mixed", "prior_precision": 2.5,
+            "train_samples": 2, "memory": Memory(True, 0.5, False, 3.0, "sample", 4.0), "same_sample": True,
+            "max_std": 0.1, "n_data": 100, "subset": ["net.0", "net.4.bias"], "predictive": GLM("probit", 7),
+            "name": "mine",
+        },
+    ),
+    (
+        MarginalLikelihoodCallback,
+        f"""likelihood: classification, structure: diag, curvature: ggn, subset: [net.0], prior_precision: 2.5,
+            every_n_epochs: 2, burn_in_epochs: 3, data: train_dataloader, predictive: {PROBIT}, name: mine,
+            evidence: {{method: linear, steps: 3, lr: 0.2, noise: false, keep: last, loss_scale: 1.0, n_data: 11}}""",
+        {
+            "likelihood": "classification", "structure": "diag", "curvature": "ggn", "subset": ["net.0"],
+            "prior_precision": 2.5, "every_n_epochs": 2, "burn_in_epochs": 3, "data": "train_dataloader",
+            "predictive": GLM("probit", 7), "name": "mine",
+            "evidence": Learning("linear", 3, 0.2, False, "last", 1.0, 11),
+        },
+    ),
+    (
+        SWAGCallback,
+        f"start: 1, every_n_epochs: 2, every_n_steps: 5, data: {{max_batches: 2}}, predictive: {BNN_7}, name: mine",
+        {
+            "start": 1, "every_n_epochs": 2, "every_n_steps": 5, "data": FitData(max_batches=2), "predictive": BNN(7),
+            "name": "mine",
+        },
+    ),
+]  # fmt: skip
+SHARED_MEANS: dict[str, Any] = {
+    "network": Network("net", "logits"), "calibrate": "outputs", "ood": True, "seed": 3, "predict_step": "both",
+    "progress": False,
+}  # fmt: skip
+CALLBACKS = list(dict.fromkeys(kind for kind, _, _ in FROM_YAML))
 
 
-@pytest.mark.parametrize("callback", CALLBACKS)
-def test_all_arguments_but_the_likelihood_are_keywords(callback: Any) -> None:
-    first, *others = inspect.signature(callback).parameters.values()
-    assert (first.name, first.kind) == ("likelihood", first.POSITIONAL_OR_KEYWORD)
-    assert {p.kind for p in others} == {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
-    with pytest.raises(TypeError, match="positional"):
-        callback("classification", "kron")
+def said(callback: PosteriorCallback) -> dict[str, str]:
+    """The arguments as a callback keeps them; plain values, also of a configuration tool's containers."""
+    assert b"omegaconf" not in pickle.dumps(callback)
+    return {name: repr(value) for name, value in vars(callback).items() if not name.startswith("_")}
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # Lightning's own
+@pytest.mark.parametrize(("kind", "words", "means"), FROM_YAML)
+def test_a_file_means_the_same_as_python(kind: Any, words: str, means: dict[str, Any], tmp_path: Path) -> None:
+    cli = run_cli(tmp_path, Classifier, train_loader, {kind.__name__: f"{{{words}, {SHARED}}}"}, run=False)
+    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, PosteriorCallback)]
+    assert type(callback) is kind
+    assert said(callback) == said(kind(**means, **SHARED_MEANS))
+
+
+@pytest.mark.parametrize(("kind", "words", "means"), FROM_YAML)
+def test_hydras_containers_mean_the_same_as_python(kind: Any, words: str, means: dict[str, Any]) -> None:
+    """Hydra makes the objects, and passes lists and dictionaries as OmegaConf's."""
+    omegaconf = pytest.importorskip("omegaconf", reason="OmegaConf comes with Hydra: pip install omegaconf")
+
+    def instantiated(value: Any) -> Any:
+        if isinstance(value, dict) and "class_path" in value:
+            return getattr(lightning_bayes, value["class_path"].split(".")[-1])(**value["init_args"])
+        return omegaconf.OmegaConf.create(value) if isinstance(value, (dict, list)) else value
+
+    given = {name: instantiated(value) for name, value in yaml.safe_load(f"{{{words}, {SHARED}}}").items()}
+    assert said(kind(**given)) == said(kind(**means, **SHARED_MEANS))
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+@pytest.mark.parametrize("kind", CALLBACKS)
+def test_help_describes_every_argument(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"--trainer.callbacks.help=lightning_bayes.{kind.__name__}"]
+    with patch.object(sys, "argv", ["program"]), pytest.raises(SystemExit):
+        LightningCLI(Classifier, run=False, save_config_callback=None, args=arguments)
+    text = capsys.readouterr().out
+    names = [*inspect.signature(kind).parameters, *inspect.signature(PosteriorCallback).parameters]
+    for name in set(names) - {"use"}:
+        assert re.search(rf"^  --trainer\.callbacks\.{name}[ +].*\n? +\S", text, re.MULTILINE), name
+        (described,) = re.findall(rf"^  --trainer\.callbacks\.{name} .*?\(type:", text, re.MULTILINE | re.DOTALL)
+        assert len(described.split()) > 3, name
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_a_program_of_a_file_fits_the_callbacks(tmp_path: Path) -> None:
+    words = {
+        "LaplaceCallback": f"{{structure: diag, tune: null, predictive: {BNN_7}, name: mine, progress: false}}",
+        "SWAGCallback": "{start: 1}",
+    }
+    cli = run_cli(tmp_path, Classifier, train_loader, words, epochs=3)
+    callback = next(each for each in cli.trainer.callbacks if isinstance(each, LaplaceCallback))
+    expected = fit_laplace(cli.model, train_loader(shuffle=False), structure="diag")
+    same_posterior(callback.posterior, expected, draw(5, FEATURES, seed=9))
+    assert callback.posterior_path == tmp_path / "mine_posterior.pt"
 
 
 @pytest.mark.parametrize("callback", CALLBACKS)

@@ -4,15 +4,12 @@ import warnings
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from helpers.training import Lit, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import LaplaceCallback, Prediction
-
-pytestmark = pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")
 
 
 def test_sets_of_a_trainers_predictions_on_fresh_data(tmp_path: Any) -> None:

@@ -14,9 +14,6 @@ from torch.utils.data import DataLoader
 
 from lightning_bayes import GaussianPosterior, Tuning
 
-pytestmark = pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")
-
-
 GLOBAL = 8  # examples in a step of all processes
 EXAMPLES = 44  # the last step has four
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

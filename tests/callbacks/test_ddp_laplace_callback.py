@@ -3,36 +3,41 @@
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from callback_cases import FEATURES, Classifier, draw, labelled, laplace
+from callback_cases import FEATURES, Classifier, Regressor, draw, labelled, laplace, measured
 from helpers.processes import Peer, alone_and_together
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from lightning_bayes import BNN, GLM, GP, GaussianPosterior, Prior, Tuning, fit_laplace
 from lightning_bayes.network import Processes
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`"),
     pytest.mark.filterwarnings("ignore:.*in eval mode"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
 
 
 X = draw(5, FEATURES, seed=9).double()
 CURVATURES = ("ggn", "empirical_fisher", "fisher_mc")
 STRUCTURES = ("diag", "full", "ekfac", "lowrank")
-SELECTIONS = ("random", "leverage")
 PRIORS = ("prior", "prior_mean")
-NAMES = (*CURVATURES, *STRUCTURES, *SELECTIONS, *PRIORS)
+NAMES = (*CURVATURES, *STRUCTURES, "points", *PRIORS)
 BATCH = 4
-OTHERS = ("one_example", "iterated", "evaluation", "stream", "best")
+OTHERS = ("one_example", "iterated", "regression", "evaluation", "stream", "best")
 LOADERS = ("plain", "shuffled", "drop_last", "subset", "limited")
 
 
@@ -61,6 +66,11 @@ class Still(Classifier):
         return torch.optim.SGD(self.parameters(), 0.0)
 
 
+class StillRegressor(Regressor):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(labelled(11))
@@ -84,7 +94,7 @@ def callbacks(**arguments: Any) -> list[Any]:
     return [
         *(laplace(name=word, curvature=word, **arguments) for word in CURVATURES),
         *(laplace(name=word, structure=word, **arguments) for word in STRUCTURES),
-        *(laplace(name=word, predictive=GP(points=4, selection=word), **arguments) for word in SELECTIONS),
+        laplace(name="points", predictive=GP(points=4), **arguments),
         *(laplace(name=word, tune=None, prior=priors[word], **arguments) for word in PRIORS),
     ]
 
@@ -122,6 +132,8 @@ class Scenarios:
             "effective parameters": posterior.effective_parameters,
             "functional covariance": posterior.functional(X)[1],
             "prediction": posterior.predict(X).probs,
+            "novelty": posterior.novelty(X),
+            "known novelty": posterior.known_novelty,
             "samples": posterior.sample(3, torch.Generator().manual_seed(2)),
             "sampled prediction": posterior.predict(
                 X, BNN(samples=4), generator=torch.Generator().manual_seed(2)
@@ -143,6 +155,20 @@ class Scenarios:
             callback = laplace(tune=Tuning("linear", groups="normalised", iterate=True, passes=8), calibrate=None)
             self.trainer(callback).fit(Still(), DataLoader(labelled(n), BATCH, shuffle=True))
             self.keep(f"iterated {n}", callback.posterior)
+
+    def regression(self) -> None:
+        """Prior, noise and tails by the evidence and heavy-tailed validation data, for each structure."""
+        x, y = measured(60, 4).tensors
+        held_out = DataLoader(TensorDataset(x, y + draw(60, 2, seed=6) ** 5), BATCH)
+        for structure, precision in product(("full", "kron"), ("64-true", "32-true")):
+            callback = laplace(likelihood="regression", structure=structure)
+            trainer = self.trainer(callback, precision=precision)
+            trainer.fit(StillRegressor(), DataLoader(measured(37), BATCH, shuffle=True), held_out)
+            found = callback.posterior
+            (calibration,) = found.calibrations
+            assert calibration.df < 50
+            numbers = torch.stack([found.prior_precision, torch.as_tensor(found.likelihood.noise_std)])
+            self.results.setdefault("regression", {})[f"{structure}, {precision}"] = (numbers, calibration.df)
 
     def evaluation(self) -> None:
         """Test loaders that DDP pads, out-of-distribution data, pictures, predictions, checkpoints, a tuned grid."""
@@ -218,6 +244,8 @@ QUANTITIES = (
     "effective parameters",
     "functional covariance",
     "prediction",
+    "novelty",
+    "known novelty",
     "samples",
     "sampled prediction",
 )
@@ -260,10 +288,9 @@ def test_every_process_has_the_posterior_of_one_alone(world: Any, name: str) -> 
             same(rank[key], alone[key], key)
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
-def test_every_process_keeps_the_training_points_of_one_alone(world: Any, selection: str) -> None:
+def test_every_process_keeps_the_training_points_of_one_alone(world: Any) -> None:
     alone, ranks, _ = world
-    keys = [key for key in alone if key.endswith(f"/{selection}")]
+    keys = [key for key in alone if key.endswith("/points")]
     assert len(keys) >= 3
     for key in keys:
         expected = alone[key]["points"]
@@ -293,6 +320,17 @@ def test_the_iterated_evidence_adds_up_the_passes_of_all(world: Any) -> None:
             same(rank[key], alone[key], key)
 
 
+def test_a_regression_gets_the_prior_noise_and_tails_of_one_process(world: Any) -> None:
+    alone, ranks, _ = world
+    skip_without("regression", alone)
+    for rank in ranks:
+        for key, (numbers, df) in alone["regression"].items():
+            torch.testing.assert_close(
+                rank["regression"][key][0], numbers, rtol=1e-6, atol=0, msg=lambda m, k=key: k + m
+            )
+            assert rank["regression"][key][1] == df
+
+
 def test_fewer_examples_than_processes(world: Any) -> None:
     alone, ranks, _ = world
     assert alone["one"]["n_data"] == 1
@@ -310,7 +348,12 @@ def test_a_grid_is_scored_on_all_validation_data_by_all_processes(world: Any) ->
 def test_padding_is_not_scored(world: Any, kind: str) -> None:
     alone, ranks, _ = world
     of_first = {"test_nll_map/dataloader_idx_0", "test_nll_grid/dataloader_idx_0"}
-    assert {*of_first, "test_ood_auroc_entropy_grid/dataloader_idx_1"} <= alone[f"test/{kind}"].keys()
+    of_second = {
+        f"test_ood_{number}_{score}/dataloader_idx_1"
+        for number in ("auroc", "aupr_out", "fpr95")
+        for score in ("entropy_map", "confidence_map", "energy_map", "mutual_information_grid", "novelty_grid")
+    }
+    assert of_first | of_second <= alone[f"test/{kind}"].keys()
     for rank in ranks:
         assert rank[f"test/{kind}"] == pytest.approx(alone[f"test/{kind}"], rel=1e-6)
 
@@ -348,7 +391,8 @@ def test_the_checkpoint_and_the_file_hold_the_posterior(world: Any) -> None:
 def test_rank_zero_draws_the_pictures_once(world: Any) -> None:
     _, _, folder = world
     names = sorted(path.name.rsplit("_", 1)[0] for path in (folder / "figures").iterdir())
-    assert names == ["test_reliability_grid", "test_reliability_map"]
+    ood = ["test_ood_entropy_grid_1", "test_ood_entropy_map_1", "test_ood_novelty_grid_1"]
+    assert names == [*ood, "test_reliability_grid", "test_reliability_map"]
 
 
 def test_data_that_cannot_be_indexed_count_as_often_as_processes_read_them(world: Any) -> None:

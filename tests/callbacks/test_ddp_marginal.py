@@ -10,9 +10,6 @@ from marginal_cases import Net, classes, flat, marginal, regressor, trained, val
 
 from lightning_bayes import Learning
 
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-
-
 GLOBAL, N = 8, 20  # examples in a step of all processes; the last step has four
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "values": (regressor, {"evidence": Learning("mackay", steps=5), "prior_precision": [0.5, 2.0]}, {}),

@@ -15,9 +15,6 @@ from torch.utils.data import DataLoader
 
 from lightning_bayes import Memory
 
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-
-
 GLOBAL = 8  # examples in a step of all processes
 EXAMPLES = 20  # the last step has four
 ODD = 11

@@ -12,12 +12,6 @@ from torch import nn
 
 from lightning_bayes import BNN, GaussianPosterior, Subnetwork, SWAGCallback
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`"),
-    pytest.mark.filterwarnings("ignore:.*the posterior does not improve the predictions"),
-]
-
-
 GLOBAL, EXAMPLES = 8, 24
 CRITERIA = ("magnitude", "laplace_diag")
 ONCE: dict[str, Any] = {"weights": "last", "tune": None, "calibrate": None}

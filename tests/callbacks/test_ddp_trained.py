@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader
 
 import lightning_bayes
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*the posterior does not improve the predictions")
-
 
 class Data(L.LightningDataModule):
     def prepare_data(self) -> None:

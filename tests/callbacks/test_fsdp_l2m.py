@@ -24,9 +24,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_bayes import BNN
 from lightning_bayes.posterior import PosteriorError, ShardedPosterior, fit_l2m
 
-pytestmark = pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")
-
-
 GLOBAL = 12  # examples in a step of all processes
 EXAMPLES = 42  # the last step has six
 SEED, SAMPLES = 5, 4

@@ -20,12 +20,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_bayes import BNN, FisherMC, GaussianPosterior
 from lightning_bayes.posterior import ShardedPosterior
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`"),
-    pytest.mark.filterwarnings("ignore:.*the posterior does not improve the predictions"),
-]
-
-
 GLOBAL, EXAMPLES = 12, 37  # of which the first of two processes has four batches, and the second three
 LAST = {
     "kron": {},

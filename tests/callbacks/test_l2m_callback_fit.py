@@ -1,7 +1,6 @@
 """`trainer.fit` with `L2MCallback`: training does not change, and the posterior comes from its optimizer."""
 
 import csv
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,15 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from callback_cases import FEATURES, Classifier, draw, held_out, labelled, measured, train_loader, trainer
+from callback_cases import FEATURES, Classifier, draw, held_out, labelled, measured, state_after, train_loader, trainer
+from helpers.untouched import refused
 from l2m_cases import BATCH, BETAS, ByHand, N, Net, adam, batch_size_of, fitted, l2m, loader, same_as_by_hand, wide
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import BNN, Bernoulli, Gaussian, L2MCallback, LaplacePosterior, Tuning
+from lightning_bayes import Bernoulli, Gaussian, L2MCallback, LaplacePosterior, Tuning
 from lightning_bayes.network import DataError
 from lightning_bayes.posterior import OptimizerError, PosteriorError, fit_l2m
 
@@ -38,42 +38,13 @@ def same(found: Any, expected: Any, rtol: float = 1e-9) -> None:
 # -- training is as it was ---------------------------------------------------------------------------------------------
 
 
-def run(folder: Path, make: Any, *callbacks: L.Callback) -> dict[str, Any]:
-    """The complete state after training, with the random state."""
-    L.seed_everything(3, verbose=False)
-    model, fit = make(), trainer(folder, *callbacks)
-    fit.fit(model, train_loader(), DataLoader(labelled(9, 4), batch_size=4))
-    optimizer = fit.optimizers[0].state_dict()["state"]
-    return {
-        "weights": model.state_dict(),
-        "optimizer": {(i, key): value for i, state in optimizer.items() for key, value in state.items()},
-        "gradients": {name: p.grad for name, p in model.named_parameters()},
-        "modes": [m.training for m in model.modules()],
-        "trainable": [p.requires_grad for p in model.parameters()],
-        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
-        "random": (torch.get_rng_state().tolist(), torch.rand(3).tolist()),
-    }
-
-
-@pytest.mark.parametrize("tune", [None, "marglik", "mackay", "grid"])
-def test_training_is_unchanged_bit_for_bit(tmp_path: Path, tune: str | None) -> None:
-    plain = run(tmp_path, Classifier)  # with dropout and batch norm
-    watched = run(tmp_path, Classifier, l2m(tune=tune, prior_precision=2.0, predictive=BNN(samples=10)))
-    for part in ("weights", "optimizer", "gradients"):
-        assert plain[part].keys() == watched[part].keys()
-        for key, value in plain[part].items():
-            assert (value is None and watched[part][key] is None) or torch.equal(value, watched[part][key]), key
-    for part in ("modes", "trainable", "hooks", "random"):
-        assert plain[part] == watched[part], part
-
-
 def test_a_random_split_batch_does_not_move_the_random_numbers_of_training(tmp_path: Path) -> None:
     class Random(Classifier):
         def split_batch(self, batch: Any) -> Any:
             torch.rand(7)
             return batch
 
-    plain, watched = run(tmp_path, Random), run(tmp_path, Random, l2m(prior_precision=1.0))
+    plain, watched = state_after(tmp_path, Random), state_after(tmp_path, Random, l2m(prior_precision=1.0))
     for key, value in plain["weights"].items():
         assert torch.equal(value, watched["weights"][key]), key
 
@@ -306,35 +277,24 @@ def matches(callback: L2MCallback, model: Any, fit: Any, c: float, likelihood: A
     torch.testing.assert_close(callback.posterior.prior_precision.item(), N * 0.1 / c, rtol=1e-6, atol=0)
 
 
-def test_regression_on_the_mean_squared_error(tmp_path: Path) -> None:
-    """c = 2σ²/C, with C = 2 counted in the batch."""
-    callback = l2m(likelihood=Gaussian(0.3))
-    model, fit = fitted(tmp_path, callback, Fits(F.mse_loss), DataLoader(wide(measured(N)), BATCH))
-    matches(callback, model, fit, 2 * 0.3**2 / 2, Gaussian(0.3), harmonic())
+X_OF, Y_OF = wide(measured(N)).tensors  # type: ignore[attr-defined]
+BINARY, FIRST = F.binary_cross_entropy_with_logits, lambda f, y: F.mse_loss(f[:, 0], y)
+# A likelihood, the module's loss, its outputs, the data, and the `c` that torch's mean over all targets has.
+LOSSES: dict[str, tuple[Any, Any, int, Any, float]] = {
+    "two targets": (Gaussian(0.3), F.mse_loss, 2, TensorDataset(X_OF, Y_OF), 2 * 0.3**2 / 2),
+    "no dimension of outputs": (Gaussian(1.0), FIRST, 1, TensorDataset(X_OF, Y_OF[:, 0]), 2.0),
+    "an autoencoder": (Gaussian(0.5), F.mse_loss, FEATURES, X_OF, 2 * 0.5**2 / FEATURES),
+    "several labels": (Bernoulli(), BINARY, 2, TensorDataset(X_OF, (X_OF[:, :2] > 0).double()), 1 / 2),
+}
 
 
-def test_one_output_without_a_dimension_of_its_own(tmp_path: Path) -> None:
-    x, y = wide(measured(N)).tensors  # type: ignore[attr-defined]
-    data = DataLoader(TensorDataset(x, y[:, 0]), BATCH)
-    callback = l2m(likelihood="regression")
-    model, fit = fitted(tmp_path, callback, Fits(lambda f, t: F.mse_loss(f[:, 0], t), outputs=1), data)
-    matches(callback, model, fit, 2.0, Gaussian(1.0), harmonic())
-
-
-def test_an_autoencoder_whose_batch_is_its_target(tmp_path: Path) -> None:
-    x = draw(N, FEATURES, seed=3).double()
-    callback = l2m(likelihood=Gaussian(0.5))
-    model, fit = fitted(tmp_path, callback, Fits(F.mse_loss, outputs=FEATURES), DataLoader(x, BATCH))  # type: ignore[arg-type]
-    matches(callback, model, fit, 2 * 0.5**2 / FEATURES, Gaussian(0.5), harmonic())
-
-
-def test_several_labels_of_an_example_are_averaged_by_torchs_loss(tmp_path: Path) -> None:
-    x = draw(N, FEATURES, seed=3).double()
-    y = (x[:, :2] > 0).double()
-    callback = l2m(likelihood="binary")
-    loss = F.binary_cross_entropy_with_logits
-    model, fit = fitted(tmp_path, callback, Fits(loss), DataLoader(TensorDataset(x, y), BATCH))
-    matches(callback, model, fit, 1 / 2, Bernoulli(), harmonic())
+@pytest.mark.parametrize(("likelihood", "loss", "outputs", "data", "c"), LOSSES.values(), ids=LOSSES)
+def test_the_scale_of_torchs_losses_is_counted_in_the_batch(
+    tmp_path: Path, likelihood: Any, loss: Any, outputs: int, data: Any, c: float
+) -> None:
+    callback = l2m(likelihood=likelihood)
+    model, fit = fitted(tmp_path, callback, Fits(loss, outputs), DataLoader(data, BATCH))
+    matches(callback, model, fit, c, likelihood, harmonic())
 
 
 def test_a_given_scale_needs_no_pair_of_x_and_y(tmp_path: Path) -> None:
@@ -360,10 +320,8 @@ def test_a_noise_per_output_asks_for_the_losss_scale_before_training_unless_it_d
         fitted(tmp_path, callback, model, DataLoader(wide(measured(N)), BATCH))
         assert callback.posterior.likelihood is likelihood
         return
-    before = model.net[0].weight.clone()
-    with pytest.raises(PosteriorError, match="noise_std per output: pass loss_scale="):
+    with refused(model, PosteriorError, "noise_std per output: pass loss_scale="):
         fitted(tmp_path, callback, model, DataLoader(wide(measured(N)), BATCH))
-    assert torch.equal(before.double(), model.net[0].weight.double())
 
 
 # -- the prior ---------------------------------------------------------------------------------------------------------
@@ -447,10 +405,8 @@ def test_a_grid_is_scored_on_the_validation_data(tmp_path: Path) -> None:
 
 def test_a_grid_without_validation_data_is_refused_before_training(tmp_path: Path) -> None:
     model = adam()
-    before = model.net[0].weight.clone()
-    with pytest.raises(RuntimeError, match=r"tune='grid' needs validation data"):
+    with refused(model, RuntimeError, r"tune='grid' needs validation data"):
         fitted(tmp_path, l2m(tune="grid"), model)
-    assert torch.equal(before.double(), model.net[0].weight)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -467,17 +423,14 @@ def test_the_evidence_is_of_the_examples_that_training_draws_from(tmp_path: Path
 
 def test_a_number_of_examples_that_the_evidence_would_contradict_is_refused_before_training(tmp_path: Path) -> None:
     model = adam()
-    before = model.net[0].weight.clone()
-    with pytest.raises(ValueError, match=r"n_data is 99, but tune='mackay' .* which are 37 examples: leave n_data="):
+    with refused(model, ValueError, r"n_data is 99, but tune='mackay' .* which are 37 examples: leave n_data="):
         fitted(tmp_path, l2m(tune="mackay", n_data=99), model)
-    assert torch.equal(before.double(), model.net[0].weight)
 
 
 # -- reports, and posteriors on request --------------------------------------------------------------------------------
 
 
 def test_one_log_line_and_the_same_numbers_in_every_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero")
     logger = CSVLogger(tmp_path)
     callback = l2m()
     _, fit = fitted(tmp_path, callback, logger=logger, log_every_n_steps=1)
@@ -524,9 +477,9 @@ def test_fit_now_at_any_step_whichever_callback_comes_first(tmp_path: Path, firs
 
 
 def test_fit_now_in_the_middle_does_not_change_training(tmp_path: Path) -> None:
-    plain = run(tmp_path, Classifier)
+    plain = state_after(tmp_path, Classifier)
     callback = l2m(tune="marglik")
-    watched = run(tmp_path, Classifier, callback, Ask(callback, "on_train_batch_end"))
+    watched = state_after(tmp_path, Classifier, callback, Ask(callback, "on_train_batch_end"))
     for key, value in plain["weights"].items():
         assert torch.equal(value, watched["weights"][key]), key
     assert plain["random"] == watched["random"]
@@ -553,17 +506,13 @@ def test_without_a_step_of_training_there_is_no_posterior(tmp_path: Path) -> Non
         _ = callback.posterior
 
 
-@pytest.mark.parametrize("same_trainer", [False, True])
-def test_a_second_fit_starts_anew(tmp_path: Path, same_trainer: bool) -> None:
+def test_a_second_fit_of_a_trainer_starts_anew(tmp_path: Path) -> None:
     """The counters as well, even if Lightning continues its step numbers: the optimizer is a new one."""
     callback = l2m()
     model, fit = fitted(tmp_path, callback, accumulate_grad_batches=4)
     hand = ByHand(Net())
     hand.θ = callback.posterior.mean.clone()
-    if same_trainer:
-        fit.fit_loop.max_epochs, fit.accumulate_grad_batches = 4, 1
-    else:
-        fit = trainer(tmp_path, callback, precision="64-true")
+    fit.fit_loop.max_epochs, fit.accumulate_grad_batches = 4, 1
     fit.fit(model, loader())
     same_as_by_hand(callback, hand.train(list(loader())))
 

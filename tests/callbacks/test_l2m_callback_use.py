@@ -1,35 +1,21 @@
-"""What comes after the fit: test, predict, checkpoints, resumed runs, LightningCLI."""
+"""What comes after the fit: exceptions, checkpoints and resumed runs."""
 
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
-from callback_cases import Classifier, Temperate, draw, held_out, labelled, laplace, train_loader, trainer
-from helpers.cli import run_cli
-from helpers.options import predictive_of
-from helpers.processes import environment
-from helpers.programs import run_program
+from callback_cases import labelled, trainer
 from helpers.training import SaveAt
-from l2m_cases import N, Net, adam, batch_size_of, fitted, l2m, loader, wide
+from l2m_cases import Net, adam, fitted, l2m, loader, wide
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_bayes import BNN, Gaussian, GaussianPosterior, L2MCallback, LaplaceCallback, LaplacePosterior, Tuning
-from lightning_bayes.posterior import fit_l2m
+from lightning_bayes import GaussianPosterior, L2MCallback, LaplaceCallback
 
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-
-X = draw(5, 4, seed=9).double()
 HELD_OUT = DataLoader(wide(labelled(11, 5)), batch_size=4)
-
-
-def nll(probs: Tensor) -> float:
-    return float(F.nll_loss(probs.log(), labelled(11, 5).tensors[1]))
 
 
 def same(found: Any, expected: Any) -> None:
@@ -40,69 +26,6 @@ def same(found: Any, expected: Any) -> None:
         (found.precision.diagonal(), expected.precision.diagonal()),
     ):
         assert torch.equal(mine, other)
-
-
-# -- scores and predictions --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("predictive", ["glm", "bnn", "map"])
-def test_map_and_posterior_are_scored_side_by_side(tmp_path: Path, predictive: str) -> None:
-    callback = l2m(predictive=predictive_of(predictive, samples=7), seed=3)
-    model, fit = fitted(tmp_path, callback)
-    (logged,) = fit.test(model, HELD_OUT, verbose=False)
-    assert logged.keys() == {f"test_{m}_{w}" for m in ("nll", "acc", "ece", "brier") for w in ("map", "l2m")}
-    x = HELD_OUT.dataset.tensors[0]  # type: ignore[attr-defined]
-    probs = callback.posterior.predict(
-        x, predictive_of(predictive, samples=7), generator=torch.Generator().manual_seed(3)
-    ).probs
-    assert logged["test_nll_l2m"] == pytest.approx(nll(probs), rel=1e-6)
-    assert logged["test_nll_map"] == pytest.approx(nll(model(x).detach().softmax(1)), rel=1e-6)
-
-
-def test_predict_gives_predictions_and_gives_the_step_back(tmp_path: Path) -> None:
-    callback = l2m()
-    model, fit = fitted(tmp_path, callback)
-    found = fit.predict(model, HELD_OUT)
-    x = HELD_OUT.dataset.tensors[0]  # type: ignore[attr-defined]
-    torch.testing.assert_close(torch.cat([each.probs for each in found]), callback.posterior.predict(x).probs)
-    assert "predict_step" not in model.__dict__
-
-
-def test_a_laplace_callback_beside_it_scores_as_alone(tmp_path: Path) -> None:
-    alone: dict[str, float] = {}
-    for callback in (laplace(structure="diag", tune=None), l2m()):
-        model, fit = fitted(tmp_path, callback)  # type: ignore[arg-type]
-        alone |= fit.test(model, HELD_OUT, verbose=False)[0]
-    both = [laplace(structure="diag", tune=None), l2m()]
-    model, fit = fitted(tmp_path, both[1], callbacks=both)  # type: ignore[arg-type]
-    (together,) = fit.test(model, HELD_OUT, verbose=False)
-    assert together == pytest.approx(alone, rel=1e-9)
-    assert {"test_nll_map", "test_nll_laplace", "test_nll_l2m"} <= together.keys()
-    assert fit.predict(model, HELD_OUT)[0].keys() == {"laplace", "l2m"}
-
-
-def test_after_an_exception_everything_is_as_it_was(tmp_path: Path) -> None:
-    class Fails(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            if self.fail:
-                raise RuntimeError("no forward")
-            return super().forward(x)
-
-        fail = False
-
-    callback = l2m()
-    model, fit = fitted(tmp_path, callback, Fails(torch.optim.Adam, weight_decay=0.1))
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    model.train()
-    model.fail = True
-    for call in (fit.predict, fit.test):
-        with pytest.raises(RuntimeError, match="no forward"):
-            call(model, HELD_OUT)
-        assert "predict_step" not in model.__dict__
-        assert all(p.requires_grad for p in model.parameters())
-        assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
-    model.fail = False
-    assert callback.posterior.predict(X).probs is not None
 
 
 def test_an_exception_in_training_leaves_no_posterior_of_an_earlier_one(tmp_path: Path) -> None:
@@ -123,17 +46,6 @@ def test_an_exception_in_training_leaves_no_posterior_of_an_earlier_one(tmp_path
     assert callback.state_dict()["batches"]["global_step"] == 10
 
 
-def test_stale_weights_are_refused(tmp_path: Path) -> None:
-    callback = l2m()
-    model, fit = fitted(tmp_path, callback)
-    with torch.no_grad():
-        model.net[0].weight[0, 0] += 0.1
-    with pytest.raises(RuntimeError, match="not those the posterior was fitted to: load the matching weights, or fit"):
-        fit.test(model, HELD_OUT, verbose=False)
-    assert isinstance(callback.fit_now(fit, model), LaplacePosterior)
-    fit.test(model, HELD_OUT, verbose=False)
-
-
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
@@ -142,45 +54,6 @@ def checkpointed(folder: Path, callback: L2MCallback, model: Any = None, **argum
     both = [callback, checkpoint]
     model, fit = fitted(folder, callback, model, callbacks=both, enable_checkpointing=True, **arguments)
     return model, fit, str(checkpoint.last_model_path)
-
-
-def test_a_new_trainer_has_a_likelihood_of_the_users_own(tmp_path: Path) -> None:
-    """Stored in no file."""
-    likelihood = Temperate()
-    callback = l2m(likelihood=likelihood)
-    model, fit, path = checkpointed(tmp_path, callback)
-    (expected,) = fit.test(model, HELD_OUT, verbose=False)
-    fresh = l2m(likelihood=likelihood)
-    again = trainer(tmp_path, fresh, precision="64-true")
-    (logged,) = again.test(new(), HELD_OUT, ckpt_path=path, verbose=False)
-    assert logged == pytest.approx(expected, rel=1e-9)
-    found = again.predict(new(), HELD_OUT, ckpt_path=path)
-    assert torch.equal(found[0].probs, fit.predict(model, HELD_OUT)[0].probs)
-
-
-PROGRAM = """
-import sys
-import torch
-from callback_cases import trainer
-from l2m_cases import l2m
-from test_l2m_callback_use import HELD_OUT, new
-
-if __name__ == "__main__":
-    fit = trainer(sys.argv[1], l2m(), precision="64-true")
-    print(repr(fit.test(new(), HELD_OUT, ckpt_path=sys.argv[2], verbose=False)[0]["test_nll_l2m"]))
-"""
-
-
-@pytest.mark.slow
-def test_a_fresh_process_reads_the_checkpoint(tmp_path: Path) -> None:
-    model, fit, path = checkpointed(tmp_path, l2m())
-    expected = fit.test(model, HELD_OUT, verbose=False)[0]["test_nll_l2m"]
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    variables = environment(Path(__file__).parent)
-    said = run_program(str(program), str(tmp_path), path, env=variables)
-    assert said.returncode == 0, said.stderr
-    assert float(said.stdout.split()[-1]) == pytest.approx(expected, rel=1e-9)
 
 
 def new() -> Net:
@@ -220,24 +93,6 @@ def test_the_counters_of_a_run_resumed_within_an_epoch(tmp_path: Path, before: b
     assert callback.state_dict()["batches"] == whole.state_dict()["batches"]
 
 
-def test_resuming_a_finished_run_keeps_the_posterior_of_its_checkpoint(tmp_path: Path) -> None:
-    callback = l2m()
-    _, _, path = checkpointed(tmp_path, callback)
-    fresh = l2m()
-    trainer(tmp_path, fresh, precision="64-true").fit(new(), loader(), ckpt_path=path)
-    same(fresh.posterior, callback.posterior)
-
-
-def test_a_fit_after_a_test_from_a_checkpoint_does_not_count_its_batches(tmp_path: Path) -> None:
-    _, _, path = checkpointed(tmp_path, l2m(), accumulate_grad_batches=4)
-    callback, expected = l2m(), l2m()
-    fit = trainer(tmp_path, callback, precision="64-true")
-    fit.test(new(), HELD_OUT, ckpt_path=path, verbose=False)
-    fit.fit(adam(), loader())
-    fitted(tmp_path, expected)
-    same(callback.posterior, expected.posterior)
-
-
 def test_a_tuned_posterior_is_stored_with_its_evidence(tmp_path: Path) -> None:
     callback = l2m(tune="marglik")
     model, _, _ = checkpointed(tmp_path, callback)
@@ -266,18 +121,6 @@ def test_fsdp_of_the_first_kind_is_refused_in_setup() -> None:
         callback.setup(stand_in, adam(), "fit")
 
 
-@pytest.mark.filterwarnings("ignore:.*barebones")
-def test_a_barebones_trainer(tmp_path: Path) -> None:
-    callback = l2m(prior_precision=1.0)
-    model = Classifier()
-    fit = L.Trainer(accelerator="cpu", max_epochs=1, barebones=True, callbacks=[callback], default_root_dir=tmp_path)
-    fit.fit(model, train_loader())
-    expected = fit_l2m(model, fit.optimizers, n_data=N, batch_size=batch_size_of(callback), prior_precision=1.0)
-    same(callback.posterior, expected)
-    found = fit.predict(model, held_out(batch_size=11))
-    assert torch.equal(found[0].probs, callback.predict(labelled(11, 5).tensors[0]).probs)
-
-
 def test_a_compiled_module(tmp_path: Path) -> None:
     callback, plain = l2m(), l2m()
     model = adam()
@@ -285,29 +128,6 @@ def test_a_compiled_module(tmp_path: Path) -> None:
     fitted(tmp_path, plain)
     assert torch.equal(callback.posterior.precision.diagonal(), plain.posterior.precision.diagonal())
     assert callback.posterior.subset.names == plain.posterior.subset.names
-
-
-@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) -> None:
-    words = """{likelihood: classification, scaling: dataset, prior_precision: 2.5, tune: null, loss_scale: 1.0,
-        predictive: {class_path: lightning_bayes.BNN, init_args: {samples: 7}}, n_data: 100, name: mine, ood: false,
-        plots: false, seed: 3}"""
-    cli = run_cli(tmp_path, Classifier, train_loader, {"L2MCallback": words})
-    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, L2MCallback)]
-    expected = fit_l2m(
-        cli.model, cli.trainer.optimizers, n_data=100, batch_size=batch_size_of(callback), loss_scale=1.0,
-        prior_precision=2.5,
-    )  # fmt: skip
-    same(callback.posterior, expected)
-    assert (callback.predictive, callback.seed) == (BNN(samples=7), 3)
-    assert callback.posterior_path == tmp_path / "mine_posterior.pt"
-
-    words = """{likelihood: {class_path: lightning_bayes.Gaussian, init_args: {noise_std: 0.3}}, scaling: paper,
-        prior_precision: [1.0, 2.0], tune: marglik}"""
-    cli = run_cli(tmp_path, Classifier, train_loader, {"L2MCallback": words}, run=False)
-    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, L2MCallback)]
-    assert isinstance(callback.likelihood, Gaussian)
-    assert (callback.scaling, callback.prior_precision, callback.tune) == ("paper", [1.0, 2.0], Tuning("marglik"))
 
 
 def test_the_two_kinds_of_callback_have_keys_of_their_own() -> None:

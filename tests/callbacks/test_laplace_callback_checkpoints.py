@@ -26,9 +26,6 @@ from torch.utils.data import DataLoader
 from lightning_bayes import GaussianPosterior, fit_laplace
 from lightning_bayes.posterior import PosteriorError
 
-# Lightning's notice that a new Trainer has no ModelCheckpoint.
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-
 X = draw(5, 4, seed=9)
 KEY = "LaplaceCallback[laplace]"
 
@@ -142,14 +139,6 @@ def test_a_run_resumed_from_the_rewritten_checkpoint_goes_on_as_if_never_stopped
     for name, value in expected.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
     same_posterior(callback.posterior, fit_laplace(resumed, train_loader(shuffle=False)), X)
-
-
-def test_resuming_a_finished_run_keeps_the_posterior_of_its_checkpoint(tmp_path: Path) -> None:
-    callback, checkpoint = by_evidence(), ModelCheckpoint(tmp_path / "kept")
-    fit_with(tmp_path, callback, checkpoint, max_epochs=2)
-    model, fresh = Classifier(), by_evidence()
-    trainer(tmp_path, fresh, max_epochs=2).fit(model, train_loader(), ckpt_path=checkpoint.best_model_path)
-    same_posterior(fresh.posterior, callback.posterior, X, rtol=1e-6)
 
 
 def test_the_best_weights_with_the_posterior_of_the_last_are_refused(tmp_path: Path) -> None:

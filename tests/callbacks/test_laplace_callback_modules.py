@@ -21,8 +21,6 @@ from lightning_bayes import GLM, GaussianPosterior, fit_laplace
 from lightning_bayes.network import CurvatureError
 from lightning_bayes.network.inputs import call
 
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-
 
 def go_through(folder: Path, make: Any, arguments: dict[str, Any], train: Any, test: Any) -> tuple[Any, Any]:
     """Fit, test, predict, save and load; returns the callback and the module for further checks."""

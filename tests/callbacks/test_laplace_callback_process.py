@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_bayes import GP, GaussianPosterior, LaplaceCallback, Prediction
 from lightning_bayes.posterior import PosteriorError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not improve the predictions of this network")
 X = labelled(11, 5).tensors[0]
 
 

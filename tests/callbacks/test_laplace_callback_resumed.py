@@ -26,11 +26,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_bayes import GaussianPosterior, L2MCallback, OnlineLaplaceCallback, fit_laplace
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-]
-
 X = draw(5, 4, seed=9)
 KEY = "LaplaceCallback[laplace]"
 

@@ -23,13 +23,13 @@ from callback_cases import (
     train_loader,
     trainer,
 )
+from helpers.untouched import refused
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_bayes import BNN, Gaussian, L2MCallback, LaplaceCallback, MarginalLikelihoodCallback, Prior, fit_laplace
+from lightning_bayes import BNN, L2MCallback, LaplaceCallback, MarginalLikelihoodCallback, fit_laplace
 
 X = draw(5, 4, seed=9)
 
@@ -149,7 +149,6 @@ def test_a_barebones_trainer_fits_and_predicts(tmp_path: Path) -> None:
     assert torch.equal(found[0].probs, callback.predict(labelled(11, 5).tensors[0]).probs)
 
 
-@pytest.mark.filterwarnings("ignore:.*does not improve")
 def test_the_progress_bar_of_the_pass_shows_only_beside_lightnings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,7 +161,6 @@ def test_the_progress_bar_of_the_pass_shows_only_beside_lightnings(
             assert bar not in said.out
 
 
-@pytest.mark.filterwarnings("ignore:.*does not improve")
 def test_the_bars_of_a_fit_are_rich_where_lightnings_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rich = RichProgressBar(console_kwargs={"width": 150})
     fit = trainer(tmp_path, LaplaceCallback(), rich, enable_progress_bar=True)
@@ -175,7 +173,6 @@ def test_the_bars_of_a_fit_are_rich_where_lightnings_are(tmp_path: Path, capsys:
         assert bar not in said.err
 
 
-@pytest.mark.filterwarnings("ignore:.*does not improve")
 def test_the_tuning_of_another_callback_has_such_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Decayed(Classifier):
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -214,6 +211,26 @@ def test_a_pass_within_training_is_a_task_of_lightnings_own_display(tmp_path: Pa
     trainer(tmp_path, callback, rich, tasks, enable_progress_bar=True).fit(Plain(), train_loader())
     assert tasks.found.count(("Laplace: curvature", 5, False)) == 2  # of each epoch one, of five batches
     assert callback.posterior.n_data == 37
+
+
+def test_a_display_that_redraws_itself_has_ended_before_the_fit(tmp_path: Path) -> None:
+    """Like Rich's, which would leave a line for each refresh of the fit's bar."""
+    order: list[str] = []
+
+    class Display:
+        def stop(self) -> None:
+            order.append("end of the display")
+
+    class Bar(TQDMProgressBar):
+        progress = Display()
+
+    class Noting(LaplaceCallback):
+        def _pass(self, *args: Any) -> Any:
+            order.append("fit")
+            return super()._pass(*args)
+
+    trainer(tmp_path, Bar(), Noting(), enable_progress_bar=True).fit(Classifier(), train_loader())
+    assert order == ["end of the display", "fit"]
 
 
 BARS = ("Laplace: curvature", "Laplace: decomposing factors", "Laplace: tuning the prior", "Held-out scores")
@@ -291,7 +308,6 @@ class Lazy(Classifier):
             self.net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_network_made_in_configure_model(tmp_path: Path) -> None:
     callback, checkpoint = laplace(tune=None, network="net"), ModelCheckpoint(tmp_path / "kept")
     model, fit = fitted(tmp_path, callback, Lazy(), callbacks=[callback, checkpoint], enable_checkpointing=True)
@@ -302,35 +318,23 @@ def test_a_network_made_in_configure_model(tmp_path: Path) -> None:
     same_numbers(logged, expected, rtol=1e-6)
 
 
-def test_a_compiled_module(tmp_path: Path) -> None:
-    callback = laplace(tune=None)
-    model = Classifier()
-    compiled: Any = torch.compile(model, backend="eager")
-    _, fit = fitted(tmp_path, callback, compiled)
-    same_as_plain(callback, model)
-    (logged,) = fit.test(compiled, held_out(), verbose=False)
+@pytest.mark.parametrize("compiled", ["the module", "the network, in place", "the network inside"])
+def test_a_compiled_module_or_network(tmp_path: Path, compiled: str) -> None:
+    model: Any = Classifier()
+    network, name, trained = model.net, "net", model
+    if compiled == "the module":
+        network, name, trained = model, None, torch.compile(model, backend="eager")
+    elif compiled == "the network, in place":
+        network.compile(backend="eager")
+    else:
+        model.net = torch.compile(network, backend="eager")
+    callback = laplace(tune=None, network=name)
+    _, fit = fitted(tmp_path, callback, trained)
+    same_as_plain(callback, network)
+    (logged,) = fit.test(trained, held_out(), verbose=False)
     assert logged["test_nll_laplace"] == pytest.approx(callback.evaluate(model, held_out())["nll_laplace"], rel=1e-6)
-    found = fit.predict(compiled, held_out(batch_size=11))
+    found = fit.predict(trained, held_out(batch_size=11))
     torch.testing.assert_close(found[0].probs, callback.predict(labelled(11, 5).tensors[0]).probs)
-
-
-def test_a_network_compiled_in_place(tmp_path: Path) -> None:
-    callback = laplace(tune=None, network="net")
-    model = Classifier()
-    model.net.compile(backend="eager")
-    fitted(tmp_path, callback, model)
-    same_as_plain(callback, model.net)
-
-
-def test_a_compiled_network_inside_the_module(tmp_path: Path) -> None:
-    callback = laplace(tune=None, network="net")
-    model = Classifier()
-    net = model.net
-    model.net = torch.compile(net, backend="eager")
-    _, fit = fitted(tmp_path, callback, model)
-    same_as_plain(callback, net)
-    (logged,) = fit.test(model, held_out(), verbose=False)
-    assert logged["test_nll_laplace"] == pytest.approx(callback.evaluate(model, held_out())["nll_laplace"], rel=1e-6)
 
 
 def test_frozen_parameters_stay_out_of_the_posterior(tmp_path: Path) -> None:
@@ -364,114 +368,6 @@ def test_a_strategy_that_shards_the_network_is_refused_in_setup(kind: type, stag
 
 def test_setup_is_before_training(tmp_path: Path) -> None:
     model = Classifier()
-    before = model.net[0].weight.clone()
     fit = trainer(tmp_path, laplace(), strategy=DeepSpeedStrategy("cpu"))
-    with pytest.raises(RuntimeError, match="DeepSpeedStrategy does not: use strategy='ddp'"):
+    with refused(model, RuntimeError, "DeepSpeedStrategy does not: use strategy='ddp'"):
         fit.fit(model, train_loader())
-    assert torch.equal(before, model.net[0].weight)
-
-
-# -- LightningCLI ------------------------------------------------------------------------------------------------------
-
-YAML = """
-trainer:
-  accelerator: cpu
-  devices: 1
-  max_epochs: 1
-  logger: false
-  enable_progress_bar: false
-  enable_model_summary: false
-  enable_checkpointing: false
-  default_root_dir: {folder}
-  callbacks:
-    - class_path: lightning_bayes.LaplaceCallback
-      init_args:
-        likelihood: {likelihood}
-        structure: diag
-        subset: {subset}
-        curvature: fisher_mc
-        prior_precision: {prior}
-        tune: null
-        predictive: {{class_path: lightning_bayes.BNN, init_args: {{samples: 7}}}}
-        prior: {{temperature: 0.5}}
-        name: mine
-        ood: false
-        seed: 3
-        progress: false
-model:
-  lr: 0.02
-"""
-
-
-class Data(L.LightningDataModule):
-    def train_dataloader(self) -> DataLoader[Any]:
-        return train_loader()
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        return held_out()
-
-
-@pytest.fixture(autouse=True)
-def _no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["program"])  # LightningCLI compares it with the given args
-
-
-def build(folder: Path, run: bool, **words: Any) -> LightningCLI:
-    words = {"likelihood": "classification", "subset": "last_layer", "prior": 2.5, **words}
-    path = folder / "config.yaml"
-    path.write_text(YAML.format(folder=folder, **words))
-    arguments = [*(["fit"] if run else []), "--config", str(path)]
-    return LightningCLI(Classifier, Data, args=arguments, run=run, save_config_callback=None, seed_everything_default=0)
-
-
-# LightningCLI uses a function that jsonargparse has since deprecated.
-CLI_NOTICE = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-
-
-@CLI_NOTICE
-def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) -> None:
-    cli = build(tmp_path, run=True)
-    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, LaplaceCallback)]
-    expected = fit_laplace(
-        cli.model,
-        train_loader(shuffle=False),
-        structure="diag",
-        subset="last_layer",
-        curvature="fisher_mc",
-        prior_precision=2.5,
-        prior=Prior(temperature=0.5),
-        seed=3,
-    )
-    same_posterior(callback.posterior, expected, X)
-    assert (callback.predictive, callback.name) == (BNN(samples=7), "mine")
-    assert callback.posterior_path == tmp_path / "mine_posterior.pt"
-
-
-@CLI_NOTICE
-def test_yaml_may_hold_lists_and_a_likelihood_with_arguments(tmp_path: Path) -> None:
-    noise = "{class_path: lightning_bayes.Gaussian, init_args: {noise_std: 0.3}}"
-    cli = build(tmp_path, run=False, likelihood=noise, subset="[net.0, net.4.bias]", prior="[1.0, 2.0]")
-    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, LaplaceCallback)]
-    assert isinstance(callback.likelihood, Gaussian)
-    assert callback.likelihood.noise_std == 0.3
-    assert (callback.subset, callback.prior_precision) == (["net.0", "net.4.bias"], [1.0, 2.0])
-
-
-def test_a_display_that_redraws_itself_has_ended_before_the_fit(tmp_path: Path) -> None:
-    """Like Rich's, which would leave a line for each refresh of the fit's bar."""
-    order: list[str] = []
-
-    class Display:
-        def stop(self) -> None:
-            order.append("end of the display")
-
-    class Bar(TQDMProgressBar):
-        progress = Display()
-
-    class Noting(LaplaceCallback):
-        def _pass(self, *args: Any) -> Any:
-            order.append("fit")
-            return super()._pass(*args)
-
-    trainer(tmp_path, Bar(), Noting(), enable_progress_bar=True).fit(Classifier(), train_loader())
-    assert order == ["end of the display", "fit"]

@@ -30,12 +30,6 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_bayes import GaussianPosterior, L2MCallback, fit_laplace
 from lightning_bayes.callbacks import laplace as module_of_the_callback
 
-pytestmark = [
-    # Lightning's notice that a new Trainer has no ModelCheckpoint.
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-]
-
 X = draw(5, 4, seed=9)
 KEY = "LaplaceCallback[laplace]"
 

@@ -1,6 +1,5 @@
 """`structure="ekfac"` in the callbacks: two passes over the training data, and what that needs is known in time."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ class Stopped(Classifier):
 def test_the_report_says_what_was_fitted_and_the_file_holds_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero")
     callback = laplace(structure="ekfac", save=str(tmp_path / "posterior.pt"))
     model, _ = fitted(tmp_path, callback)
     (line,) = [message for message in caplog.messages if message.startswith("laplace: ")]

@@ -18,9 +18,7 @@ from lightning_bayes.callbacks.marginal_likelihood import add_prior_gradient
 from lightning_bayes.posterior import PosteriorError
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:.*training has ended before the prior was learned"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
 EVIDENCE = "log_evidence_marglik"
 

@@ -9,7 +9,6 @@ import lightning as L
 import pytest
 import torch
 from callback_cases import draw, trainer
-from helpers.cli import run_cli
 from helpers.untouched import assert_same, snapshot
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from marginal_cases import (
@@ -23,8 +22,6 @@ from marginal_cases import (
     loader,
     marginal,
     regressor,
-    same,
-    sgd,
     trained,
 )
 from torch import Tensor, nn
@@ -34,10 +31,7 @@ from lightning_bayes import Gaussian, LaplacePosterior, Learning, MarginalLikeli
 from lightning_bayes.evidence.tuning import ascend
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-    pytest.mark.filterwarnings("ignore:.*the posterior does not improve the predictions"),
     pytest.mark.filterwarnings("ignore:.*training has ended before the prior was learned"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
 EVIDENCE = "log_evidence_marglik"
 
@@ -243,15 +237,6 @@ def test_a_finished_run_that_is_resumed_ends_with_the_best_weights(tmp_path: Pat
     assert torch.equal(again.posterior.mean, callback.posterior.mean)
 
 
-def test_a_second_fit_begins_with_the_prior_that_was_given(tmp_path: Path) -> None:
-    callback, model = marginal(prior_precision=2.0, burn_in_epochs=1, evidence=Learning(steps=50)), Net(optimizer=sgd)
-    first, _ = trained(tmp_path, model, callback)
-    learned = callback.state_dict()["hyperparameters"]
-    second, _ = trained(tmp_path, model, callback)
-    assert torch.equal(flat(first), flat(second))
-    assert callback.state_dict()["hyperparameters"] == learned
-
-
 # -- monitors ----------------------------------------------------------------------------------------------------------
 
 
@@ -337,16 +322,6 @@ def test_training_that_ends_in_the_burn_in_says_so(tmp_path: Path) -> None:
     assert callback.posterior.prior_precision.tolist() == [0.5, 3.0]  # type: ignore[attr-defined]
 
 
-def test_validate_and_predict_use_the_posterior(tmp_path: Path) -> None:
-    callback, model = marginal(), Net()
-    model, fit = trained(tmp_path, model, callback)
-    numbers = fit.validate(model, loader(), verbose=False)[0]
-    assert {"val_nll_map", "val_nll_marglik", "val_ece_marglik"} <= set(numbers)
-    predictions: Any = fit.predict(model, loader())
-    x = classes().tensors[0]
-    torch.testing.assert_close(torch.cat([p.probs for p in predictions]), callback.posterior.predict(x).probs)
-
-
 def test_a_module_with_batch_norm_and_dropout(tmp_path: Path) -> None:
     """The statistics of batch norms are kept as well."""
 
@@ -368,27 +343,3 @@ class Drift(L.Callback):
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch == trainer.max_epochs - 1:
             pl_module.net[1].running_mean.add_(5.0)
-
-
-class CLINet(Net):
-    def __init__(self, width: int = 5) -> None:
-        super().__init__()
-
-
-@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) -> None:
-    words = """{likelihood: classification, structure: diag, curvature: ggn, subset: [net.0], prior_precision: 2.5,
-        every_n_epochs: 2, burn_in_epochs: 0, name: mine, seed: 3, progress: false,
-        evidence: {method: linear, steps: 3, lr: 0.2, noise: false, keep: last, loss_scale: 1.0, n_data: 11},
-        predictive: {class_path: lightning_bayes.GLM, init_args: {link: probit, samples: 7}}}"""
-    cli = run_cli(tmp_path, CLINet, loader, {"MarginalLikelihoodCallback": words}, epochs=2)
-    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, MarginalLikelihoodCallback)]
-    learning = Learning("linear", steps=3, lr=0.2, keep="last")
-    expected = MarginalLikelihoodCallback(
-        structure="diag", subset=["net.0"], prior_precision=2.5, every_n_epochs=2, evidence=learning, progress=False
-    )
-    model = CLINet()
-    trainer(tmp_path, expected, max_epochs=2).fit(model, loader())
-    same(callback.posterior.mean, expected.posterior.mean)
-    same(callback.posterior.prior_precision, expected.posterior.prior_precision)  # type: ignore[attr-defined]
-    assert callback.posterior_path == tmp_path / "mine_posterior.pt"

@@ -31,11 +31,6 @@ from torch.utils.data import DataLoader
 
 from lightning_bayes import GaussianPosterior, Memory, OnlineLaplaceCallback
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:.*Checkpoint directory.*exists and is not empty"),
-]
-
 KEY = "OnlineLaplaceCallback[online_laplace]"
 X = draw(5, 4, seed=9).double()
 
@@ -166,19 +161,6 @@ def test_a_finished_epoch_that_is_resumed_without_a_batch_has_a_posterior(tmp_pa
     identical(resumed, whole, callback, expected)
 
 
-def test_resuming_a_finished_run_keeps_its_posterior(tmp_path: Path) -> None:
-    expected, checkpoint = online(n_data=18), ModelCheckpoint(tmp_path / "kept")
-    fit(tmp_path, expected, checkpoint, enable_checkpointing=True)
-    callback = online(n_data=18)
-    fit(tmp_path, callback, path=checkpoint.best_model_path)
-    assert torch.equal(callback.posterior.precision.diagonal(), expected.posterior.precision.diagonal())
-    # The run may continue from there.
-    longer, further = online(n_data=18), online(n_data=18)
-    one = fit(tmp_path, longer, path=checkpoint.best_model_path, max_epochs=4)
-    other = fit(tmp_path, further, max_epochs=4)
-    identical(one, other, longer, further)
-
-
 @pytest.mark.filterwarnings("ignore:.*was called without a model", "ignore:.*there is no last checkpoint available")
 def test_a_run_stopped_by_an_exception_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     """Raises in an earlier callback, before the curvature of the step is added."""
@@ -195,18 +177,6 @@ def test_a_run_stopped_by_an_exception_goes_on_as_if_nothing_had_been(tmp_path: 
     whole = fit(tmp_path, expected)
     resumed = fit(tmp_path, callback, path=path / "on_exception.ckpt")
     identical(resumed, whole, callback, expected)
-
-
-def test_a_checkpoint_loaded_for_a_test_does_not_enter_the_next_fit(tmp_path: Path) -> None:
-    callback, checkpoint = online(n_data=EXAMPLES), ModelCheckpoint(tmp_path / "kept")
-    fit(tmp_path, callback, checkpoint, model=autoencoder(), enable_checkpointing=True)
-    fresh = online(n_data=EXAMPLES)
-    run = trainer(tmp_path, fresh, precision="64-true")
-    run.test(autoencoder(), Given(vectors()), ckpt_path=checkpoint.best_model_path, verbose=False)
-    again, alone = autoencoder(), online(n_data=EXAMPLES)
-    run.fit(again, Given(vectors()))
-    expected = fit(tmp_path, alone, model=autoencoder(), max_epochs=2)
-    identical(again, expected, fresh, alone)
 
 
 def test_a_checkpoint_of_other_weights_is_refused(tmp_path: Path) -> None:

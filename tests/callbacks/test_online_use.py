@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from callback_cases import Classifier, Regressor, draw, held_out, labelled, laplace, measured, train_loader, trainer
-from helpers.cli import run_cli
 from helpers.training import Lit
 from lightning.pytorch.tuner import Tuner
 from online_cases import EXAMPLES, Autoencoder, ByHand, Given, agree, flat, online, same, still, trained, vectors
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
-from lightning_bayes import BNN, GLM, Gaussian, LaplacePosterior, Memory, OnlineLaplaceCallback
+from lightning_bayes import BNN, LaplacePosterior, Memory, OnlineLaplaceCallback
 
 X = draw(5, 4, seed=9).double()
 
@@ -110,11 +109,6 @@ def test_weights_outside_of_the_subset_are_not_sampled(tmp_path: Path, kind: str
     same(run.weights, flat(expected.model))
     if kind == "frozen":
         same(run.model.encoder[2].weight, model.encoder[2].weight.double())
-
-
-def test_a_wrong_name_of_the_network_is_an_error_before_training(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="Autoencoder has no submodule 'net'"):
-        trainer(tmp_path, online(network="net")).fit(Autoencoder(), Given(vectors()))
 
 
 def one_logit() -> Lit:
@@ -273,15 +267,6 @@ def test_nothing_to_train_leaves_no_posterior(tmp_path: Path) -> None:
         assert "training_step" not in model.__dict__
 
 
-def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
-    callback = online(n_data=EXAMPLES)
-    trained(tmp_path, Autoencoder(), vectors(), callback)
-    run = trained(tmp_path, Autoencoder(), vectors(), callback)
-    agree(run, ByHand(Autoencoder(), EXAMPLES).run(vectors(), run.noises))
-    first = trained(tmp_path, Autoencoder(), vectors())
-    assert torch.equal(run.weights, first.weights)
-
-
 def test_one_trainer_for_two_fits_begins_anew_from_the_weights_of_the_first(tmp_path: Path) -> None:
     callback, model = online(n_data=EXAMPLES), Autoencoder()
     fit = trainer(tmp_path, callback, precision="64-true", max_epochs=1)
@@ -332,47 +317,3 @@ def test_a_learning_rate_finder_comes_before_and_leaves_no_trace(tmp_path: Path)
     run = trained(tmp_path, Autoencoder(), vectors())
     same(flat(model), run.weights)
     same(callback.state_dict()["memory"]["C"], run.C)
-
-
-@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) -> None:
-    words = """{likelihood: classification, memory_factor: 0.01, hessian: mixed, train_samples: 2, prior_precision: 2.5,
-        memory: {scale: 0.5, average: true, curvature_at: sample, initial_curvature: 3.0, extrapolate: false,
-        threshold: 4}, same_sample: true, max_std: 0.1, n_data: 100, subset: [net.0, net.4.bias], network: null,
-        predictive: {class_path: lightning_bayes.GLM, init_args: {link: probit, samples: 7}}, name: mine, ood: false,
-        plots: false, seed: 3}"""
-    cli = run_cli(tmp_path, Classifier, lambda: train_loader(shuffle=False), {"OnlineLaplaceCallback": words})
-    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, OnlineLaplaceCallback)]
-
-    L.seed_everything(0, verbose=False)
-    memory = Memory(
-        average=True, scale=0.5, initial_curvature=3.0, threshold=4, curvature_at="sample", extrapolate=False
-    )
-    same_words = OnlineLaplaceCallback(
-        "classification",
-        memory_factor=0.01,
-        hessian="mixed",
-        prior_precision=2.5,
-        same_sample=True,
-        max_std=0.1,
-        n_data=100,
-        subset=["net.0", "net.4.bias"],
-        predictive=GLM(link="probit", samples=7),
-        name="mine",
-        seed=3,
-        train_samples=2,
-        memory=memory,
-    )
-    model = Classifier()
-    trainer(tmp_path, same_words, max_epochs=1).fit(model, train_loader(shuffle=False))
-    assert torch.equal(callback.posterior.mean, same_words.posterior.mean)
-    assert torch.equal(callback.posterior.precision.diagonal(), same_words.posterior.precision.diagonal())
-    assert callback.posterior.n_data == 100
-    assert (callback.predictive, callback.rule.memory) == (GLM(link="probit", samples=7), memory)
-    assert callback.posterior_path == tmp_path / "mine_posterior.pt"
-
-    words = "{likelihood: {class_path: lightning_bayes.Gaussian}}"
-    cli = run_cli(tmp_path, Classifier, train_loader, {"OnlineLaplaceCallback": words}, run=False)
-    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, OnlineLaplaceCallback)]
-    assert isinstance(callback.likelihood, Gaussian)
-    assert (callback.rule.memory_factor, callback.hessian, callback.rule.memory) == (1e-4, "auto", Memory())

@@ -7,21 +7,15 @@ import lightning as L
 import pytest
 import torch
 from callback_cases import Classifier, held_out, labelled, train_loader
-from helpers.cli import run_cli
 from helpers.training import LitNet, loader, trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_bayes import BNN, LaplaceCallback, OnlineLaplaceCallback, SWAGCallback
+from lightning_bayes import LaplaceCallback, OnlineLaplaceCallback, SWAGCallback
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.moments import WeightMoments
 
-# Lightning's own: that a folder holds checkpoints, and that a new Trainer writes them elsewhere.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
-]
 TIGHT = {"rtol": 1e-10, "atol": 1e-14}
 DOUBLE: dict[str, Any] = {"precision": "64-true"}
 
@@ -302,28 +296,3 @@ def test_other_posteriors_are_those_of_the_averaged_weights(first: bool, tmp_pat
     for callback in callbacks:
         callback.posterior.check_weights()
         assert torch.equal(callback.posterior.mean, swag.posterior.mean)
-
-
-@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-@pytest.mark.parametrize(
-    "subset",
-    [
-        "{class_path: lightning_bayes.Subnetwork, init_args: {n: 6, by: magnitude}}",
-        "{n: 6, by: magnitude, seed: 3}",
-    ],
-)
-def test_lightning_cli_builds_both_from_yaml(subset: str, tmp_path: Path) -> None:
-    words = {
-        "LaplaceCallback": f"{{subset: {subset}, progress: false}}",
-        "SWAGCallback": "{start: 1, predictive: {class_path: lightning_bayes.BNN, init_args: {samples: 7}}}",
-    }
-    cli = run_cli(tmp_path, Classifier, train_loader, words, epochs=4)
-    swag, laplace = (
-        next(each for each in cli.trainer.callbacks if isinstance(each, kind))
-        for kind in (SWAGCallback, LaplaceCallback)
-    )
-    assert (swag.start, swag.predictive) == (1, BNN(samples=7))
-    assert laplace.posterior.subset.size == 6
-    weights = torch.cat([p.detach().flatten() for p in cli.model.parameters()])  # the average
-    threshold = weights.abs().sort(descending=True).values[5]
-    assert torch.equal(laplace.posterior.mean, weights[weights.abs() >= threshold])

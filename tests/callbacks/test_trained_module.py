@@ -19,7 +19,6 @@ import lightning_bayes
 from lightning_bayes import GaussianPosterior, LaplaceCallback, LaplacePosterior, fit_laplace
 
 X = draw(5, 4, seed=9)
-pytestmark = pytest.mark.filterwarnings("ignore:.*the posterior does not improve the predictions")
 
 
 class Data(L.LightningDataModule):

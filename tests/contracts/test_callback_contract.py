@@ -36,14 +36,6 @@ TRAINING: dict[str, Any] = {"precision": "64-true", "reload_dataloaders_every_n_
 SCORES = {"classification": {"nll", "acc", "ece", "brier"}, "regression": {"nll", "rmse", "coverage"}}
 X = real(TESTED, FEATURES, seed=3)
 
-# That so little data is hardly a choice; and Lightning's own, that a folder holds checkpoints, and that a new Trainer
-# writes them elsewhere.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*the posterior does not improve the predictions"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
-]
-
 
 def plain(task: str) -> LitNet:
     return LitNet(task)
@@ -127,9 +119,9 @@ def held_out(task: str) -> Any:
     return loader(task, TESTED, seed=3)
 
 
-def new(folder: Path, method: str, task: str, epochs: int = EPOCHS) -> Run:
+def new(folder: Path, method: str, task: str, epochs: int = EPOCHS, own: PosteriorCallback | None = None) -> Run:
     make_module, make_callback = METHODS[method]
-    own = None if make_callback is None else make_callback(task)
+    own = make_callback(task) if own is None and make_callback is not None else own
     torch.manual_seed(0)
     callbacks = [ModelCheckpoint(folder, save_last=True), *([] if own is None else [own])]
     arguments: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": epochs, **TRAINING}
@@ -249,6 +241,21 @@ def test_a_resumed_run_ends_in_the_same_posterior(fitted: Any, tmp_path: Path) -
     same_posterior(resumed.posterior, whole.posterior)
     assert resumed.test() == pytest.approx(logged, rel=1e-9)
     same_predictions(resumed.predict(), predictions)
+
+
+def test_a_finished_run_that_is_resumed_keeps_its_posterior(fitted: Any, tmp_path: Path) -> None:
+    whole, _, _ = fitted
+    same_posterior(new(tmp_path, whole.callback.name, whole.module.task).fit(whole.last).posterior, whole.posterior)
+
+
+def test_a_fit_begins_anew_after_another_and_after_a_test_of_a_checkpoint(fitted: Any, tmp_path: Path) -> None:
+    whole, _, _ = fitted
+    method, task = whole.callback.name, whole.module.task
+    first = new(tmp_path / "first", method, task, EPOCHS // 2).fit()
+    again = new(tmp_path / "again", method, task, own=first.own)
+    again.test(whole.last)
+    again.module = METHODS[method][0](task)
+    same_posterior(again.fit().posterior, whole.posterior)
 
 
 @pytest.mark.parametrize("method", ["laplace", "l2m"])

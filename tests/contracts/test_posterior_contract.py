@@ -151,6 +151,7 @@ def test_every_predictive_and_link_gives_a_prediction(kind: str, task: str, pred
         per_output = {"epistemic", "aleatoric"} | ({"mean", "variance"} if task == "regression" else {"probs"})
         per_label = {"entropy", "mutual_information"}
         per_input = {"novelty"} if predictive in ("glm", "gp") and "subnetwork" not in kind else set()
+        per_input |= {"energy"} if task == "classification" else set()
         assert values.keys() == per_output | per_label | per_input
         for name, value in values.items():
             is_single = name in per_input or (name in per_label and task == "classification")

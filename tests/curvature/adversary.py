@@ -22,120 +22,23 @@ D = 4  # features
 TOKENS = 7
 OUTPUTS = 2
 
-BLOCKS: dict[str, Callable[[], nn.Module]] = {}
-
-
-def block(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    BLOCKS[make.__name__] = make
-    return make
-
 
 def over_time(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """A layer on `[B, D, T]`."""
     return lambda: Wired(lambda s, h: s.layer(h.mT).mT, layer=layer())
 
 
-for name, layer in {
-    "linear": lambda: nn.Linear(D, D),
-    "linear_without_bias": lambda: nn.Linear(D, D, bias=False),
-    "layer_norm": lambda: moved(nn.LayerNorm(D)),
-    "rms_norm": lambda: moved(nn.RMSNorm(D)),
-    "weight_normed": lambda: weight_norm(nn.Linear(D, D)),
-    "prelu": nn.PReLU,
-    "two_layers_in_place": lambda: nn.Sequential(nn.Linear(D, 3), nn.ReLU(inplace=True), nn.Linear(3, D)),
-    "transformer": lambda: nn.TransformerEncoderLayer(D, 2, 5, batch_first=True),
-    "transformer_norm_first": lambda: nn.TransformerEncoderLayer(D, 2, 5, batch_first=True, norm_first=True),
-}.items():
-    BLOCKS[name] = layer
-for name, layer in {
-    "conv": lambda: nn.Conv1d(D, D, 3, padding=1),
-    "conv_groups": lambda: nn.Conv1d(D, D, 3, padding=1, groups=2),
-    "conv_depthwise": lambda: nn.Conv1d(D, D, 2, padding="same", groups=D),
-    "conv_dilated": lambda: nn.Conv1d(D, D, 2, padding=1, dilation=2),
-    "conv_stride": lambda: nn.Conv1d(D, D, 2, stride=2, padding=1),
-    "conv_circular": lambda: nn.Conv1d(D, D, 3, padding=1, padding_mode="circular"),
-    "conv_without_bias": lambda: nn.Conv1d(D, D, 1, bias=False),
-    "conv_transposed": lambda: nn.ConvTranspose1d(D, D, 2, stride=2),
-    "conv_transposed_groups": lambda: nn.ConvTranspose1d(D, D, 2, groups=2, padding=1),
-    "group_norm": lambda: moved(nn.GroupNorm(2, D)),
-    "batch_norm": lambda: moved(nn.BatchNorm1d(D)),
-    "instance_norm": lambda: moved(nn.InstanceNorm1d(D, affine=True, track_running_stats=True)),
-    "prelu_by_channel": lambda: nn.PReLU(D),
-}.items():
-    BLOCKS[name] = over_time(layer)
-
-
-@block
-def residual() -> nn.Module:
-    return Wired(lambda s, h: h + s.inner(F.gelu(h)), inner=nn.Linear(D, D))
-
-
-@block
-def used_twice() -> nn.Module:
-    return Wired(lambda s, h: s.inner(s.inner(h).tanh()), inner=nn.Linear(D, D))
-
-
-@block
-def used_on_two_shapes() -> nn.Module:
-    return Wired(lambda s, h: s.inner(h) + s.inner(h.mean(1)).unsqueeze(1), inner=nn.Linear(D, D))
-
-
-@block
 def tied() -> nn.Module:
     first, second = nn.Linear(D, D), nn.Linear(D, D)
     second.weight = first.weight
     return nn.Sequential(first, nn.Tanh(), second)
 
 
-@block
 def module_with_two_names() -> nn.Module:
     inner = nn.Linear(D, D)
     return Wired(lambda s, h: s.two(s.one(h).tanh() * s.scale), one=inner, two=inner, scale=nn.Parameter(torch.rand(D)))
 
 
-@block
-def penalised() -> nn.Module:
-    return Wired(lambda s, h: s.inner(h) * s.inner.weight.norm(), inner=nn.Linear(D, D))
-
-
-@block
-def matrix() -> nn.Module:
-    return Wired(lambda s, h: h @ s.w + s.b, w=nn.Parameter(torch.randn(D, D)), b=nn.Parameter(torch.randn(D)))
-
-
-@block
-def functional_linear() -> nn.Module:
-    return Wired(lambda s, h: F.linear(h, s.w), w=nn.Parameter(torch.randn(D, D)))
-
-
-@block
-def gated() -> nn.Module:
-    return Wired(lambda s, h: h * s.gate(h.mean(1, keepdim=True)).sigmoid(), gate=nn.Linear(D, D))
-
-
-@block
-def bilinear() -> nn.Module:
-    return Wired(lambda s, h: s.inner(h.contiguous(), h.flip(1).contiguous()), inner=nn.Bilinear(D, D, D))
-
-
-@block
-def prototypes() -> nn.Module:
-    return Wired(lambda s, h: -torch.cdist(h, s.centres), centres=nn.Parameter(torch.randn(D, D)))
-
-
-@block
-def places() -> nn.Module:
-    return Wired(lambda s, h: h + s.table(torch.arange(h.shape[1])), table=nn.Embedding(16, D))
-
-
-@block
-def attention() -> nn.Module:
-    return Wired(
-        lambda s, h: s.inner(h, h, h, need_weights=False)[0], inner=nn.MultiheadAttention(D, 2, batch_first=True)
-    )
-
-
-@block
 def attention_time_first() -> nn.Module:
     def forward(s: Any, h: Tensor) -> Tensor:
         h = h.transpose(0, 1)
@@ -144,7 +47,6 @@ def attention_time_first() -> nn.Module:
     return Wired(forward, inner=nn.MultiheadAttention(D, 2, add_bias_kv=True))
 
 
-@block
 def attention_by_hand() -> nn.Module:
     def forward(s: Any, h: Tensor) -> Tensor:
         q, k, v = s.qkv(h).unflatten(2, (3, 2, D // 2)).permute(2, 0, 3, 1, 4)  # [B, heads, T, D / heads]
@@ -153,17 +55,6 @@ def attention_by_hand() -> nn.Module:
     return Wired(forward, qkv=nn.Linear(D, 3 * D), out=nn.Linear(D, D))
 
 
-@block
-def lstm() -> nn.Module:
-    return Wired(lambda s, h: s.inner(h)[0], inner=nn.LSTM(D, D, batch_first=True))
-
-
-@block
-def gru() -> nn.Module:
-    return Wired(lambda s, h: s.inner(h.transpose(0, 1))[0].transpose(0, 1), inner=nn.GRU(D, 2, bidirectional=True))
-
-
-@block
 def cell_in_a_loop() -> nn.Module:
     def forward(s: Any, h: Tensor) -> Tensor:
         state, states = h.new_zeros(len(h), D), []
@@ -175,16 +66,6 @@ def cell_in_a_loop() -> nn.Module:
     return Wired(forward, cell=nn.Linear(2 * D, D), norm=moved(nn.LayerNorm(D)))
 
 
-@block
-def merged_positions() -> nn.Module:
-    return Wired(
-        lambda s, h: s.norm(s.inner(h.reshape(-1, D)).tanh()).reshape(h.shape),
-        inner=nn.Linear(D, D),
-        norm=moved(nn.LayerNorm(D)),
-    )
-
-
-@block
 def merged_time_first() -> nn.Module:
     def forward(s: Any, h: Tensor) -> Tensor:
         rows = h.transpose(0, 1).reshape(-1, D)
@@ -193,14 +74,6 @@ def merged_time_first() -> nn.Module:
     return Wired(forward, inner=nn.Linear(D, D), norm=moved(nn.GroupNorm(2, D)))
 
 
-@block
-def merged_convolution() -> nn.Module:
-    return Wired(
-        lambda s, h: s.inner(h.reshape(-1, 1, D)).mean(1).reshape(h.shape).tanh(), inner=nn.Conv1d(1, 2, 3, padding=1)
-    )
-
-
-@block
 def sorted_and_back() -> nn.Module:
     def forward(s: Any, h: Tensor) -> Tensor:
         order = h.detach().sum((1, 2)).argsort()
@@ -209,7 +82,6 @@ def sorted_and_back() -> nn.Module:
     return Wired(forward, inner=nn.Linear(D, D), norm=moved(nn.LayerNorm(D)))
 
 
-@block
 def packed_rows() -> nn.Module:
     """Only the rows whose first feature is positive, as a ragged set."""
 
@@ -221,7 +93,6 @@ def packed_rows() -> nn.Module:
     return Wired(forward, inner=nn.Linear(D, D), norm=moved(nn.LayerNorm(D)))
 
 
-@block
 def experts() -> nn.Module:
     """Top one of two, by row."""
 
@@ -237,7 +108,6 @@ def experts() -> nn.Module:
     return Wired(forward, one=nn.Linear(D, D), two=nn.Linear(D, D))
 
 
-@block
 def experts_by_example() -> nn.Module:
     """A whole example goes to one expert, which is called also with no row."""
 
@@ -250,18 +120,78 @@ def experts_by_example() -> nn.Module:
     return Wired(forward, one=nn.Linear(D, D), two=nn.Sequential(nn.Linear(D, D), moved(nn.LayerNorm(D))))
 
 
-@block
-def checkpointed() -> nn.Module:
-    return Wired(lambda s, h: checkpoint(lambda t: s.inner(t).tanh(), h, use_reentrant=False), inner=nn.Linear(D, D))
-
-
-@block
-def custom_function() -> nn.Module:
-    return Wired(
+OVER_TIME: dict[str, Callable[[], nn.Module]] = {
+    "conv": lambda: nn.Conv1d(D, D, 3, padding=1),
+    "conv_groups": lambda: nn.Conv1d(D, D, 3, padding=1, groups=2),
+    "conv_depthwise": lambda: nn.Conv1d(D, D, 2, padding="same", groups=D),
+    "conv_dilated": lambda: nn.Conv1d(D, D, 2, padding=1, dilation=2),
+    "conv_stride": lambda: nn.Conv1d(D, D, 2, stride=2, padding=1),
+    "conv_circular": lambda: nn.Conv1d(D, D, 3, padding=1, padding_mode="circular"),
+    "conv_without_bias": lambda: nn.Conv1d(D, D, 1, bias=False),
+    "conv_transposed": lambda: nn.ConvTranspose1d(D, D, 2, stride=2),
+    "conv_transposed_groups": lambda: nn.ConvTranspose1d(D, D, 2, groups=2, padding=1),
+    "group_norm": lambda: moved(nn.GroupNorm(2, D)),
+    "batch_norm": lambda: moved(nn.BatchNorm1d(D)),
+    "instance_norm": lambda: moved(nn.InstanceNorm1d(D, affine=True, track_running_stats=True)),
+    "prelu_by_channel": lambda: nn.PReLU(D),
+}
+BLOCKS: dict[str, Callable[[], nn.Module]] = {  # their order belongs to the seeds
+    "linear": lambda: nn.Linear(D, D),
+    "linear_without_bias": lambda: nn.Linear(D, D, bias=False),
+    "layer_norm": lambda: moved(nn.LayerNorm(D)),
+    "rms_norm": lambda: moved(nn.RMSNorm(D)),
+    "weight_normed": lambda: weight_norm(nn.Linear(D, D)),
+    "prelu": nn.PReLU,
+    "two_layers_in_place": lambda: nn.Sequential(nn.Linear(D, 3), nn.ReLU(inplace=True), nn.Linear(3, D)),
+    "transformer": lambda: nn.TransformerEncoderLayer(D, 2, 5, batch_first=True),
+    "transformer_norm_first": lambda: nn.TransformerEncoderLayer(D, 2, 5, batch_first=True, norm_first=True),
+    **{name: over_time(layer) for name, layer in OVER_TIME.items()},
+    "residual": lambda: Wired(lambda s, h: h + s.inner(F.gelu(h)), inner=nn.Linear(D, D)),
+    "used_twice": lambda: Wired(lambda s, h: s.inner(s.inner(h).tanh()), inner=nn.Linear(D, D)),
+    "used_on_two_shapes": lambda: Wired(
+        lambda s, h: s.inner(h) + s.inner(h.mean(1)).unsqueeze(1), inner=nn.Linear(D, D)
+    ),
+    "tied": tied,
+    "module_with_two_names": module_with_two_names,
+    "penalised": lambda: Wired(lambda s, h: s.inner(h) * s.inner.weight.norm(), inner=nn.Linear(D, D)),
+    "matrix": lambda: Wired(
+        lambda s, h: h @ s.w + s.b, w=nn.Parameter(torch.randn(D, D)), b=nn.Parameter(torch.randn(D))
+    ),
+    "functional_linear": lambda: Wired(lambda s, h: F.linear(h, s.w), w=nn.Parameter(torch.randn(D, D))),
+    "gated": lambda: Wired(lambda s, h: h * s.gate(h.mean(1, keepdim=True)).sigmoid(), gate=nn.Linear(D, D)),
+    "bilinear": lambda: Wired(lambda s, h: s.inner(h.contiguous(), h.flip(1).contiguous()), inner=nn.Bilinear(D, D, D)),
+    "prototypes": lambda: Wired(lambda s, h: -torch.cdist(h, s.centres), centres=nn.Parameter(torch.randn(D, D))),
+    "places": lambda: Wired(lambda s, h: h + s.table(torch.arange(h.shape[1])), table=nn.Embedding(16, D)),
+    "attention": lambda: Wired(
+        lambda s, h: s.inner(h, h, h, need_weights=False)[0], inner=nn.MultiheadAttention(D, 2, batch_first=True)
+    ),
+    "attention_time_first": attention_time_first,
+    "attention_by_hand": attention_by_hand,
+    "lstm": lambda: Wired(lambda s, h: s.inner(h)[0], inner=nn.LSTM(D, D, batch_first=True)),
+    "gru": lambda: Wired(
+        lambda s, h: s.inner(h.transpose(0, 1))[0].transpose(0, 1), inner=nn.GRU(D, 2, bidirectional=True)
+    ),
+    "cell_in_a_loop": cell_in_a_loop,
+    "merged_positions": lambda: Wired(
+        lambda s, h: s.norm(s.inner(h.reshape(-1, D)).tanh()).reshape(h.shape),
+        inner=nn.Linear(D, D),
+        norm=moved(nn.LayerNorm(D)),
+    ),
+    "merged_time_first": merged_time_first,
+    "merged_convolution": lambda: Wired(
+        lambda s, h: s.inner(h.reshape(-1, 1, D)).mean(1).reshape(h.shape).tanh(), inner=nn.Conv1d(1, 2, 3, padding=1)
+    ),
+    "sorted_and_back": sorted_and_back,
+    "packed_rows": packed_rows,
+    "experts": experts,
+    "experts_by_example": experts_by_example,
+    "checkpointed": lambda: Wired(
+        lambda s, h: checkpoint(lambda t: s.inner(t).tanh(), h, use_reentrant=False), inner=nn.Linear(D, D)
+    ),
+    "custom_function": lambda: Wired(
         lambda s, h: Doubled.apply(s.inner(h)) * s.scale, inner=nn.Linear(D, D), scale=nn.Parameter(torch.rand(D))
-    )
-
-
+    ),
+}
 FRONTS: dict[str, Callable[[], nn.Module]] = {
     "real": lambda: nn.Identity(),
     "tokens": lambda: nn.Embedding(TOKENS, D, padding_idx=0),

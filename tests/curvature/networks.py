@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from lightning_bayes import LaplacePosterior, fit_laplace
+from lightning_bayes.curvature import Curvature, fit_curvature
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 
 N = 4  # examples
@@ -39,6 +41,13 @@ class Case:
         assert start == len(self.y)
         return batches
 
+    def fit(self, structure: Any, *sizes: int, **options: Any) -> Curvature:
+        """The curvature of batches of these sizes."""
+        return fit_curvature(self.network, self.loader(*sizes), self.likelihood, structure, **options)
+
+    def laplace(self, *sizes: int, **options: Any) -> LaplacePosterior:
+        return fit_laplace(self.network, self.loader(*sizes), self.likelihood, **options)
+
 
 CASES: dict[str, Callable[[], Case]] = {}
 OUTPUTS = 3
@@ -61,9 +70,9 @@ def case(make: Callable[[], Any]) -> Callable[[], Case]:
     return seeded
 
 
-def family(prefix: str, variants: dict[str, Callable[[], Any]]) -> None:
+def cases(variants: dict[str, Callable[[], Any]], prefix: str = "") -> None:
     for name, make in variants.items():
-        make.__name__ = f"{prefix}_{name}"
+        make.__name__ = prefix + name
         case(make)
 
 
@@ -82,14 +91,8 @@ class Apply(nn.Module):
         return self.function(*args)
 
 
-@case
-def mlp() -> Any:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, OUTPUTS)), real(N, 3)
-
-
-@case
-def mlp_without_bias() -> Any:
-    return nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, OUTPUTS, bias=False)), real(N, 3)
+def mlp(width: int = 4, outputs: int = OUTPUTS, bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, width, bias=bias), nn.Tanh(), nn.Linear(width, outputs, bias=bias))
 
 
 # Convolutions: (layer, input shape); a tanh, a mean over pixels and a linear layer follow.
@@ -145,102 +148,86 @@ TRANSPOSED: dict[str, Callable[[], Any]] = {
         nn.ConvTranspose3d(1, 2, 2, stride=2, output_padding=(1, 0, 1), dilation=(1, 2, 1)), 1, 2, 1, 2
     ),
 }
-family("conv", CONVOLUTIONS)
-family("transposed", TRANSPOSED)
+cases(CONVOLUTIONS, "conv_")
+cases(TRANSPOSED, "transposed_")
 
 
-@case
-def deep_cnn() -> Any:
-    pool = Apply(lambda h: h.flatten(1))
-    layers = nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 2, stride=2), nn.ReLU(), pool, nn.Linear(8, OUTPUTS)
-    return nn.Sequential(*layers), real(N, 1, 6, 6)
+def inner_and_head(forward: Callable[..., Tensor], x: Tensor, **parts: Any) -> Any:
+    """The first layer maps three inputs to four unless it is given."""
+    parts = {"inner": nn.Linear(3, 4), "head": nn.Linear(4, OUTPUTS), **parts}
+    return Wired(forward, **parts), x
 
 
-@case
-def linear_on_sequences() -> Any:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Apply(lambda h: h.mean(1)), nn.Linear(4, OUTPUTS)), real(N, 5, 3)
+cases(
+    {
+        "mlp": lambda: (mlp(), real(N, 3)),
+        "mlp_without_bias": lambda: (mlp(bias=False), real(N, 3)),
+        "deep_cnn": lambda: (
+            nn.Sequential(
+                *(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 2, stride=2), nn.ReLU()),
+                *(nn.Flatten(), nn.Linear(8, OUTPUTS)),
+            ),
+            real(N, 1, 6, 6),
+        ),
+        "linear_on_sequences": lambda: (
+            nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Apply(lambda h: h.mean(1)), nn.Linear(4, OUTPUTS)),
+            real(N, 5, 3),
+        ),
+        "linear_on_grids": lambda: inner_and_head(
+            lambda s, x: s.head(s.inner(x).tanh().mean((1, 2))), real(N, 2, 3, 3)
+        ),
+        "time_first": lambda: inner_and_head(
+            lambda s, x: s.head(s.inner(x.transpose(0, 1)).tanh().sum(0)), real(N, 5, 3)
+        ),
+        "merged_batch_time": lambda: inner_and_head(
+            lambda s, x: s.head(s.inner(x.reshape(-1, 3)).tanh().reshape(len(x), -1, 4).sum(1)), real(N, 5, 3)
+        ),
+        "merged_time_batch": lambda: inner_and_head(
+            lambda s, x: s.head(s.inner(x.transpose(0, 1).reshape(-1, 3)).tanh().reshape(-1, len(x), 4).sum(0)),
+            real(N, 5, 3),
+        ),
+        # `[T₁, B, T₂]` flattened, of which only the first row of T₁ reaches the output: it looks like `[B, T]`.
+        "merged_with_the_batch_in_the_middle": lambda: inner_and_head(
+            lambda s, x: s.head(s.inner(x.transpose(0, 1).reshape(-1, 3)).tanh().reshape(2, len(x), 2, 4)[0].sum(1)),
+            real(N, 2, 2, 3),
+        ),
+        # Frames of a video, merged into the batch.
+        "merged_convolution": lambda: inner_and_head(
+            lambda s, x: s.head(s.inner(x.flatten(0, 1)).tanh().mean((2, 3)).reshape(len(x), -1, 2).sum(1)),
+            real(N, 3, 1, 3, 3),
+            inner=nn.Conv2d(1, 2, 2),
+            head=nn.Linear(2, OUTPUTS),
+        ),
+        # A convolution of width one as a linear layer over everything: the batch lies in its spatial dimension.
+        "batch_among_the_pixels": lambda: inner_and_head(
+            lambda s, x: s.head(s.inner(x.mT.unsqueeze(0)).tanh().squeeze(0).mT), real(N, 3), inner=nn.Conv1d(3, 4, 1)
+        ),
+    }
+)
 
 
-@case
-def linear_on_grids() -> Any:
-    parts = {"inner": nn.Linear(3, 2), "head": nn.Linear(2, OUTPUTS)}
-    return Wired(lambda s, x: s.head(s.inner(x).tanh().mean((1, 2))), **parts), real(N, 2, 3, 3)
-
-
-@case
-def time_first() -> Any:
-    parts = {"inner": nn.Linear(3, 4), "head": nn.Linear(4, OUTPUTS)}
-    return Wired(lambda s, x: s.head(s.inner(x.transpose(0, 1)).tanh().sum(0)), **parts), real(N, 5, 3)
-
-
-@case
-def merged_batch_time() -> Any:
-    parts = {"inner": nn.Linear(3, 4), "head": nn.Linear(4, OUTPUTS)}
-    return Wired(lambda s, x: s.head(s.inner(x.reshape(-1, 3)).tanh().reshape(len(x), -1, 4).sum(1)), **parts), real(
-        N, 5, 3
-    )
-
-
-@case
-def merged_time_batch() -> Any:
-    parts = {"inner": nn.Linear(3, 4), "head": nn.Linear(4, OUTPUTS)}
-    return Wired(
-        lambda s, x: s.head(s.inner(x.transpose(0, 1).reshape(-1, 3)).tanh().reshape(-1, len(x), 4).sum(0)), **parts
-    ), real(N, 5, 3)
-
-
-@case
-def merged_with_the_batch_in_the_middle() -> Any:
-    """`[T₁, B, T₂]` flattened, of which only the first row of T₁ reaches the output: it looks like `[B, T]`."""
-    parts = {"inner": nn.Linear(3, 4), "head": nn.Linear(4, OUTPUTS)}
+def looked_up(table: nn.Embedding, tokens: list[Any]) -> Any:
+    """The sum of an embedding over the tokens of an example."""
 
     def forward(s: Any, x: Tensor) -> Tensor:
-        h = s.inner(x.transpose(0, 1).reshape(-1, 3)).tanh().reshape(2, len(x), 2, 4)
-        return s.head(h[0].sum(1))
+        h = s.table(x).tanh()
+        return s.head(h.sum(1) if x.ndim > 1 else h)
 
-    return Wired(forward, **parts), real(N, 2, 2, 3)
-
-
-@case
-def merged_convolution() -> Any:
-    """Frames of a video, merged into the batch."""
-    parts = {"inner": nn.Conv2d(1, 2, 2), "head": nn.Linear(2, OUTPUTS)}
-    return Wired(
-        lambda s, x: s.head(s.inner(x.flatten(0, 1)).tanh().mean((2, 3)).reshape(len(x), -1, 2).sum(1)), **parts
-    ), real(N, 3, 1, 3, 3)
+    return Wired(forward, table=table, head=nn.Linear(table.embedding_dim, OUTPUTS)), torch.tensor(tokens)
 
 
-@case
-def batch_among_the_pixels() -> Any:
-    """A convolution of width one as a linear layer over everything: the batch lies in its spatial dimension."""
-    parts = {"inner": nn.Conv1d(3, 4, 1), "head": nn.Linear(4, OUTPUTS)}
-    return Wired(lambda s, x: s.head(s.inner(x.mT.unsqueeze(0)).tanh().squeeze(0).mT), **parts), real(N, 3)
-
-
-@case
-def embedding() -> Any:
-    tokens = torch.tensor([[1, 1, 0, 4], [2, 3, 2, 2], [0, 0, 0, 0], [4, 1, 2, 1]])
-    parts = {"table": nn.Embedding(6, 3, padding_idx=0), "head": nn.Linear(3, OUTPUTS)}
-    return Wired(lambda s, x: s.head(s.table(x).tanh().sum(1)), **parts), tokens
-
-
-@case
-def embedding_of_one_token() -> Any:
-    parts = {"table": nn.Embedding(5, 2, padding_idx=-1), "head": nn.Linear(2, OUTPUTS)}
-    return Wired(lambda s, x: s.head(s.table(x).tanh()), **parts), torch.tensor([0, 3, 3, 4])
-
-
-@case
-def embedding_scaled_by_frequency() -> Any:
-    """`scale_grad_by_freq` makes autograd's gradient another one than the derivative."""
-    parts = {"table": nn.Embedding(5, 2, scale_grad_by_freq=True), "head": nn.Linear(2, OUTPUTS)}
-    return Wired(lambda s, x: s.head(s.table(x).tanh().sum(1)), **parts), torch.tensor([[0, 0], [1, 0], [2, 3], [1, 1]])
-
-
-@case
-def sparse_embedding() -> Any:
-    parts = {"table": nn.Embedding(5, 2, sparse=True), "head": nn.Linear(2, OUTPUTS)}
-    return Wired(lambda s, x: s.head(s.table(x).tanh().sum(1)), **parts), torch.tensor([[0, 0], [1, 0], [2, 3], [1, 1]])
+FREQUENT = [[0, 0], [1, 0], [2, 3], [1, 1]]
+cases(
+    {
+        "embedding": lambda: looked_up(
+            nn.Embedding(6, 3, padding_idx=0), [[1, 1, 0, 4], [2, 3, 2, 2], [0, 0, 0, 0], [4, 1, 2, 1]]
+        ),
+        "embedding_of_one_token": lambda: looked_up(nn.Embedding(5, 2, padding_idx=-1), [0, 3, 3, 4]),
+        # `scale_grad_by_freq` makes autograd's gradient another one than the derivative.
+        "embedding_scaled_by_frequency": lambda: looked_up(nn.Embedding(5, 2, scale_grad_by_freq=True), FREQUENT),
+        "sparse_embedding": lambda: looked_up(nn.Embedding(5, 2, sparse=True), FREQUENT),
+    }
+)
 
 
 @case
@@ -306,8 +293,7 @@ def penalised_key_projection() -> Any:
     return Wired(lambda s, *x: s.inner(*x) * s.inner.attention.k_proj_weight.norm(), **parts), attend(kdim=3, vdim=2)
 
 
-family(
-    "attention",
+cases(
     {
         "batch_first": lambda: (Attention(), attend()),
         "time_first": lambda: (Attention(batch_first=False), attend()),
@@ -327,6 +313,7 @@ family(
         "penalised_key": penalised_key_projection,
         "shared_projection": two_attentions_with_one_projection,
     },
+    "attention_",
 )
 
 
@@ -354,8 +341,7 @@ def moved(norm: Any) -> Any:
     return norm
 
 
-family(
-    "norm",
+cases(
     {
         "layer": lambda: (
             nn.Sequential(nn.Linear(3, 4), moved(nn.LayerNorm(4)), nn.Tanh(), nn.Linear(4, OUTPUTS)),
@@ -415,6 +401,7 @@ family(
             real(N, 3),
         ),
     },
+    "norm_",
 )
 
 
@@ -626,38 +613,18 @@ def view_after_the_last_layer() -> Any:
 # Other likelihoods.
 
 
-@case
-def bernoulli_one_logit() -> Case:
-    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0))
-    return Case(network, real(N, 3), torch.tensor([0.0, 1, 1, 0], dtype=torch.float64), Bernoulli())
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
 
 
-@case
-def bernoulli_one_logit_bare() -> Case:
-    parts = {"w": nn.Parameter(torch.randn(3)), "b": nn.Parameter(torch.randn(()))}
-    network = Wired(lambda s, x: (x * s.w).sum(1) + s.b, **parts)
-    return Case(network, real(N, 3), torch.tensor([0.0, 1, 1, 0], dtype=torch.float64), Bernoulli())
+def labelled(y: list[float]) -> Tensor:
+    return torch.tensor(y, dtype=torch.float64)
 
 
-@case
-def bernoulli_labels() -> Case:
-    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    return Case(network, real(N, 3), torch.randint(2, (N, 2)).double(), Bernoulli())
+def one_logit(network: nn.Module) -> Case:
+    return Case(network, real(N, 3), labelled([0, 1, 1, 0]), Bernoulli())
 
 
-@case
-def gaussian_noise_per_output() -> Case:
-    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    return Case(network, real(N, 3), real(N, 2), Gaussian(torch.tensor([0.3, 1.7], dtype=torch.float64)))
-
-
-@case
-def heteroscedastic() -> Case:
-    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
-    return Case(network, real(N, 3), real(N, 2), HeteroscedasticGaussian())
-
-
-@case
 def segmentation() -> Case:
     network = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, OUTPUTS, 1))
     y = torch.randint(OUTPUTS, (N, 2, 3))
@@ -665,22 +632,33 @@ def segmentation() -> Case:
     return Case(network, real(N, 1, 2, 3), y, Categorical(ignore_index=255))
 
 
-@case
 def tagging() -> Case:
     """Class scores at every position of a sequence, `[B, C, T]`."""
-    parts = {"inner": nn.Linear(2, 3), "head": nn.Linear(3, OUTPUTS), "shift": nn.Parameter(torch.randn(OUTPUTS))}
+    parts = {"inner": nn.Linear(2, 3), "head": nn.Linear(3, OUTPUTS), "shift": parameter(OUTPUTS)}
     network = Wired(lambda s, x: (s.head(s.inner(x).tanh()) + s.shift).transpose(1, 2), **parts)
     return Case(network, real(N, 4, 2), torch.randint(OUTPUTS, (N, 4)), Categorical())
 
 
-@case
-def image_to_image() -> Case:
-    network = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.ConvTranspose2d(2, 2, 2))
-    noise = torch.tensor([0.5, 2.0], dtype=torch.float64)
-    return Case(network, real(N, 1, 2, 3), real(N, 2, 2, 3), Gaussian(noise))
+def images(last: nn.Module, shape: tuple[int, ...], y: tuple[int, ...], likelihood: Likelihood) -> Case:
+    return Case(nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), last), real(N, *shape), real(N, *y), likelihood)
 
 
-@case
-def heteroscedastic_image() -> Case:
-    network = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Conv2d(2, 2, 1))
-    return Case(network, real(N, 1, 3, 2), real(N, 1, 2, 1), HeteroscedasticGaussian())
+cases(
+    {
+        "bernoulli_one_logit": lambda: one_logit(nn.Sequential(*mlp(outputs=1), nn.Flatten(0))),
+        "bernoulli_one_logit_bare": lambda: one_logit(
+            Wired(lambda s, x: (x * s.w).sum(1) + s.b, w=parameter(3), b=parameter())
+        ),
+        "bernoulli_labels": lambda: Case(mlp(outputs=2), real(N, 3), torch.randint(2, (N, 2)).double(), Bernoulli()),
+        "gaussian_noise_per_output": lambda: Case(
+            mlp(outputs=2), real(N, 3), real(N, 2), Gaussian(labelled([0.3, 1.7]))
+        ),
+        "heteroscedastic": lambda: Case(mlp(outputs=4), real(N, 3), real(N, 2), HeteroscedasticGaussian()),
+        "segmentation": segmentation,
+        "tagging": tagging,
+        "image_to_image": lambda: images(
+            nn.ConvTranspose2d(2, 2, 2), (1, 2, 3), (2, 2, 3), Gaussian(labelled([0.5, 2.0]))
+        ),
+        "heteroscedastic_image": lambda: images(nn.Conv2d(2, 2, 1), (1, 3, 2), (1, 2, 1), HeteroscedasticGaussian()),
+    }
+)

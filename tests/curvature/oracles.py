@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, jacrev
 
+from lightning_bayes.curvature import Curvature
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+def block(M: Tensor, places: Tensor) -> Tensor:
+    return M[places.unsqueeze(-1), places]
 
 
 def example(x: Any, n: int) -> Any:
@@ -50,6 +59,21 @@ def jacobian(network: nn.Module, x_n: Any, parameters: dict[str, nn.Parameter]) 
     return f.detach(), torch.stack([flat_gradient(output, parameters) for output in f.flatten()])
 
 
+def check_exact(case: Case, H: Tensor, *sizes: int, **options: Any) -> Curvature:
+    """The full matrix is `H`, and the diagonal its diagonal."""
+    full, diagonal = (case.fit(structure, *sizes, **options) for structure in ("full", "diag"))
+    close(full.structure.to_dense(), H)
+    close(diagonal.structure.diagonal(), H.diagonal())
+    return full
+
+
+def covariances(network: nn.Module, x: Any, B: int, P: Tensor) -> Tensor:
+    """`J P⁻¹ Jᵀ` of each of `B` examples.  # [B, C, C]"""
+    network, parameters = subset(network)
+    J = torch.stack([jacobian(network, example(x, n), parameters)[1] for n in range(B)])
+    return J @ torch.linalg.solve(P, J.mT)
+
+
 def output_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     """`Λ` of one example over its flattened outputs.  # f [C, *positions] -> [outputs, outputs]"""
     if isinstance(likelihood, Bernoulli):
@@ -81,6 +105,18 @@ def ggn(case: Case, names: list[str] | None = None) -> Tensor:
         f, J = jacobian(network, example(case.x, n), parameters)
         total = total + J.mT @ output_fisher(case.likelihood, f, case.y[n]) @ J
     return total
+
+
+def ggn_of_classes(f: Tensor, network: nn.Module) -> Tensor:
+    """`Σₙ JₙᵀΛₙJₙ` of the class scores `f` that the network gave for all examples together.  # [N, C] -> [P, P]"""
+    J, p = jacobian_of(f, network), f.detach().softmax(1)
+    return torch.einsum("nap,nab,nbq->pq", J, torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1), J)
+
+
+def jacobian_of(f: Tensor, network: nn.Module) -> Tensor:
+    """# [N, ...] -> [N, ..., P]"""
+    parameters = dict(network.named_parameters())
+    return torch.stack([flat_gradient(out, parameters) for out in f.flatten()]).reshape(*f.shape, -1)
 
 
 def log_density(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
@@ -119,6 +155,11 @@ def positions_of(network: nn.Module, name: str) -> Tensor:
             return torch.arange(start, start + p.numel()).reshape(p.shape)
         start += p.numel() if p.requires_grad else 0
     raise KeyError(name)
+
+
+def places(network: nn.Module, names: list[str]) -> Tensor:
+    """Where these parameters lie in the concatenation of all trainable ones."""
+    return torch.cat([positions_of(network, name).flatten() for name in names])
 
 
 def kfac(case: Case, sharing: str = "expand", kind: str = "ggn") -> dict[str, tuple[Tensor, Tensor]]:

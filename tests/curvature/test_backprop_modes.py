@@ -110,6 +110,12 @@ def jacobian(f: Callable[..., Tensor], first: Tensor, *others: Tensor) -> Tensor
     return jacrev(lambda t: f(t, *others).reshape(-1))(first.detach()).detach().reshape(-1, first.numel())
 
 
+def squares(network: nn.Module, x: Tensor) -> Tensor:
+    """`Σₙ diag(JₙᵀJₙ)`. PyTorch's functional calls leave a module that has two names with a wrong weight."""
+    J = jacrev(lambda p: functional_call(copy.deepcopy(network), p, (x,)))(dict(network.named_parameters()))
+    return torch.cat([j.detach().flatten(2).square().sum((0, 1)) for j in J.values()])
+
+
 def kept(M: Tensor, threshold: float) -> Tensor:
     return M if len(M) <= threshold else M.diagonal().diag()
 
@@ -161,10 +167,8 @@ def test_a_part_of_the_weights_has_its_part_of_the_diagonal(name: str, mode: str
     close(chosen, torch.cat([whole[name] for name in subset.names]))
     network[0].requires_grad_(False)  # frozen: not among all, and nothing needs to be carried to it
     rest = choose_subset(network, x, "all")
-    close(
-        BatchDiagonal(network, rest, likelihood, mode, 8)(x, y),
-        torch.cat([d for name, d in whole.items() if not name.startswith("0.")]),
-    )
+    expected = torch.cat([d for name, d in whole.items() if not name.startswith("0.")])
+    close(BatchDiagonal(network, rest, likelihood, mode, 8)(x, y), expected)
 
 
 def parts(f: Callable[..., Tensor], network: nn.Module, *arguments: object) -> list[Tensor]:
@@ -212,8 +216,7 @@ def test_a_residual_sum_keeps_its_cross_terms_where_the_matrix_is_whole(last: nn
     torch.manual_seed(0)
     network, x = Residual(last).double(), draw(5, 3)
     y = torch.zeros_like(network(x)).detach()
-    J = jacrev(lambda p: functional_call(network, p, (x,)))(dict(network.named_parameters()))
-    expected = torch.cat([j.detach().flatten(2).square().sum((0, 1)) for j in J.values()])
+    expected = squares(network, x)
     close(found(network, x, y, Gaussian(), "mixed", 4), expected)
     close(found(network, x, y, Gaussian(), "exact"), expected)
     assert not torch.allclose(found(network, x, y, Gaussian(), "mixed", 3), expected, rtol=1e-3)
@@ -225,9 +228,7 @@ def test_a_layer_that_is_used_twice_keeps_its_cross_terms_in_front_of_a_bottlene
     twice = nn.Linear(4, 4)
     network = nn.Sequential(twice, nn.Tanh(), twice, nn.Tanh(), nn.Linear(4, 1), nn.Tanh(), nn.Linear(1, 30)).double()
     x, y = draw(5, 4), draw(5, 30)
-    # PyTorch's functional calls leave a module that has two names with a wrong weight.
-    J = jacrev(lambda p: functional_call(copy.deepcopy(network), p, (x,)))(dict(network.named_parameters()))
-    expected = torch.cat([j.detach().flatten(2).square().sum((0, 1)) for j in J.values()])
+    expected = squares(network, x)
     close(found(network, x, y, Gaussian(), "exact"), expected)
 
 
@@ -253,8 +254,6 @@ def test_columns_are_merged_at_a_bottleneck(monkeypatch: pytest.MonkeyPatch) -> 
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 2), nn.Tanh(), nn.Linear(2, 40)).double()
     x, y = draw(5, 9), draw(5, 40)
-    # PyTorch's functional calls leave a module that has two names with a wrong weight.
-    J = jacrev(lambda p: functional_call(copy.deepcopy(network), p, (x,)))(dict(network.named_parameters()))
-    expected = torch.cat([j.detach().flatten(2).square().sum((0, 1)) for j in J.values()])
+    expected = squares(network, x)
     close(found(network, x, y, Gaussian(), "exact"), expected)
     assert set(counts[id(network[0].weight)]) == set(counts[id(network[2].weight)]) == {2}

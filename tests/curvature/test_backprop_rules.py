@@ -136,10 +136,7 @@ POOLS: dict[str, Callable[[], Made]] = {
     "max 2d with indices": lambda: (Apply(lambda x: F.max_pool2d(x, 2, return_indices=True)[0]), real(2, 2, 4, 4)),
     "max 2d, torch's": lambda: function(lambda x: torch.max_pool2d(x, (2, 3)), 2, 2, 4, 6),
     "max 3d": lambda: layer(nn.MaxPool3d((1, 2, 2), stride=1), 2, 1, 2, 3, 3),
-    "unpool": lambda: (
-        Apply(lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)),
-        real(2, 2, 4, 4),
-    ),
+    "unpool": lambda: (Apply(lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)), real(2, 2, 4, 4)),
     "average 1d": lambda: layer(nn.AvgPool1d(3, stride=2, padding=1), 2, 2, 7),
     "average 1d, without padding": lambda: layer(
         nn.AvgPool1d(3, 2, padding=1, count_include_pad=False, ceil_mode=True), 2, 2, 6
@@ -210,39 +207,98 @@ UPSAMPLING: dict[str, Callable[[], Made]] = {
     "old nearest": lambda: layer(nn.UpsamplingNearest2d(scale_factor=2), 2, 1, 2, 3),
     "positional": lambda: function(lambda x: F.interpolate(x, None, 2.0, "bilinear", False), 2, 1, 2, 3),
 }
+BATCH_NORMS: tuple[Any, ...] = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+NORMS: dict[str, Callable[[], Made]] = {
+    **{
+        f"batch {n}d{', plain' * (not affine)}": lambda n=n, affine=affine: layer(
+            moved(BATCH_NORMS[n - 1](3, affine=affine, eps=0.1)), 2, 3, *(2, 3, 2)[:n]
+        )
+        for n in (1, 2, 3)
+        for affine in (True, False)
+    },
+    "batch, vectors": lambda: layer(moved(nn.BatchNorm1d(3)), 4, 3),
+    "batch, no bias": lambda: layer(moved(nn.BatchNorm1d(3, bias=False)), 1, 3),
+    "layer": lambda: layer(moved(nn.LayerNorm(5, eps=0.1)), 3, 5),
+    "layer, sequence": lambda: layer(moved(nn.LayerNorm(4)), 2, 3, 4),
+    "layer, two dimensions": lambda: layer(moved(nn.LayerNorm((3, 2))), 2, 4, 3, 2),
+    "layer, no bias": lambda: layer(moved(nn.LayerNorm(4, bias=False)), 2, 4),
+    "layer, plain": lambda: layer(nn.LayerNorm(4, elementwise_affine=False), 1, 4),
+    "layer, frozen": lambda: layer(frozen(moved(nn.LayerNorm(4)), "weight"), 2, 4),
+    "group": lambda: layer(moved(nn.GroupNorm(2, 6, eps=0.1)), 2, 6, 3),
+    "group, images": lambda: layer(moved(nn.GroupNorm(3, 6)), 2, 6, 2, 3),
+    "group, vectors": lambda: layer(moved(nn.GroupNorm(2, 6)), 3, 6),
+    "group, plain": lambda: layer(nn.GroupNorm(1, 4, affine=False), 2, 4, 2),
+    "instance": lambda: layer(nn.InstanceNorm2d(3), 2, 3, 2, 3),
+    "instance, affine": lambda: layer(moved(nn.InstanceNorm1d(3, affine=True, eps=0.1)), 2, 3, 4),
+    "instance, statistics": lambda: layer(
+        moved(nn.InstanceNorm2d(3, affine=True, track_running_stats=True)), 2, 3, 2, 2
+    ),
+    "softmax": lambda: layer(nn.Softmax(1), 3, 4),
+    "softmax, channels": lambda: layer(nn.Softmax2d(), 2, 3, 2, 2),
+    "softmax, method": lambda: function(lambda x: x.softmax(-1), 2, 3, 4),
+    "log softmax": lambda: layer(nn.LogSoftmax(dim=2), 2, 3, 4),
+    "log softmax, function": lambda: function(lambda x: torch.log_softmax(x, 1), 2, 3, 4),
+}
+BARE: dict[str, Callable[[], Made]] = {
+    "shift": lambda: (Wired(lambda s, x: x + s.p, p=parameter(3)), real(2, 4, 3)),
+    "subtracted shift": lambda: (Wired(lambda s, x: s.p - x, p=parameter(4, 1)), real(2, 4, 3)),
+    "scale": lambda: (Wired(lambda s, x: x * s.p, p=parameter(3)), real(2, 4, 3)),
+    "scalar": lambda: (Wired(lambda s, x: s.p * x, p=parameter()), real(2, 4, 3)),
+    "quotient": lambda: (Wired(lambda s, x: x / s.p, p=parameter(4, 1)), real(2, 4, 3)),
+    "exponent": lambda: (Wired(lambda s, x: x.abs() ** s.p, p=parameter(3)), real(2, 4, 3)),
+    "weight on the right": lambda: (Wired(lambda s, x: x @ s.p, p=parameter(3, 2)), real(2, 4, 3)),
+    "weight on the left": lambda: (Wired(lambda s, x: s.p @ x, p=parameter(5, 4)), real(2, 4, 3)),
+    "torch.mm": lambda: (Wired(lambda s, x: torch.mm(x, s.p), p=parameter(3, 2)), real(2, 3)),
+    "vector": lambda: (Wired(lambda s, x: x @ s.p, p=parameter(3)), real(2, 4, 3)),
+    "made larger": lambda: (Wired(lambda s, x: torch.cat([x, s.p.expand(2, 1, 3)], 1), p=parameter(3)), real(2, 4, 3)),
+    "gate": lambda: (Wired(lambda s, x: torch.where(x > 0, x, s.p), p=parameter(3)), real(2, 4, 3)),
+    "of parameters alone": lambda: (Wired(lambda s, x: x * s.p.exp(), p=parameter(3)), real(2, 4, 3)),
+    "sub, alpha": lambda: (Wired(lambda s, x: torch.sub(x, s.p, alpha=3), p=parameter(3)), real(2, 4, 3)),
+}
+TABLES = {
+    "linear": LINEAR,
+    "convolution": CONVOLUTIONS,
+    "pool": POOLS,
+    "up-sampling": UPSAMPLING,
+    "norm or softmax": NORMS,
+    "bare parameter": BARE,
+}
+PLAIN_ACTIVATIONS = [
+    "Dropout",
+    "GELU",
+    "GLU",
+    "Hardsigmoid",
+    "Hardswish",
+    "LogSigmoid",
+    "Mish",
+    "ReLU",
+    "SELU",
+    "SiLU",
+    "Sigmoid",
+    "Softsign",
+    "Tanh",
+    "Tanhshrink",
+    "Dropout2d",
+    "AlphaDropout",
+    "FeatureAlphaDropout",
+    "Identity",
+]
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    **{name: getattr(nn, name) for name in PLAIN_ACTIVATIONS},
+    "CELU": lambda: nn.CELU(0.8),
     "ELU": lambda: nn.ELU(0.7),
+    "GELU by tanh": lambda: nn.GELU("tanh"),
+    "GLU over channels": lambda: nn.Sequential(nn.ZeroPad2d((0, 0, 0, 0, 0, 1)), nn.GLU(1)),
     "Hardshrink": lambda: nn.Hardshrink(0.3),
-    "Hardsigmoid": lambda: nn.Hardsigmoid(),
     "Hardtanh": lambda: nn.Hardtanh(-0.4, 0.6),
-    "Hardswish": lambda: nn.Hardswish(),
     "LeakyReLU": lambda: nn.LeakyReLU(0.3),
-    "LogSigmoid": lambda: nn.LogSigmoid(),
     "PReLU": lambda: nn.PReLU(init=0.3),
     "PReLU, a slope per channel": lambda: nn.Sequential(Apply(lambda x: x), varied(nn.PReLU(3))),
-    "ReLU": lambda: nn.ReLU(),
-    "ReLU6": lambda: nn.Sequential(Apply(lambda x: 5 * x), nn.ReLU6()),
     "RReLU": lambda: nn.RReLU(0.2, 0.4),
-    "SELU": lambda: nn.SELU(),
-    "CELU": lambda: nn.CELU(0.8),
-    "GELU": lambda: nn.GELU(),
-    "GELU by tanh": lambda: nn.GELU("tanh"),
-    "GLU": lambda: nn.GLU(-1),
-    "GLU over channels": lambda: nn.Sequential(nn.ZeroPad2d((0, 0, 0, 0, 0, 1)), nn.GLU(1)),
-    "Sigmoid": lambda: nn.Sigmoid(),
-    "SiLU": lambda: nn.SiLU(),
-    "Mish": lambda: nn.Mish(),
+    "ReLU6": lambda: nn.Sequential(Apply(lambda x: 5 * x), nn.ReLU6()),
     "Softplus": lambda: nn.Softplus(2.0, 1.0),
     "Softshrink": lambda: nn.Softshrink(0.3),
-    "Softsign": lambda: nn.Softsign(),
-    "Tanh": lambda: nn.Tanh(),
-    "Tanhshrink": lambda: nn.Tanhshrink(),
     "Threshold": lambda: nn.Threshold(0.1, 20.0),
-    "Dropout": lambda: nn.Dropout(0.5),
-    "Dropout2d": lambda: nn.Dropout2d(0.5),
-    "AlphaDropout": lambda: nn.AlphaDropout(0.5),
-    "FeatureAlphaDropout": lambda: nn.FeatureAlphaDropout(0.5),
-    "Identity": lambda: nn.Identity(),
 }
 INPLACE = ["ELU", "Hardsigmoid", "Hardtanh", "Hardswish", "LeakyReLU", "ReLU", "ReLU6", "RReLU", "SELU", "CELU", "SiLU"]
 INPLACE += ["Mish", "Threshold", "Dropout", "Dropout2d", "AlphaDropout", "FeatureAlphaDropout"]
@@ -378,14 +434,9 @@ def no_grad(x: Tensor) -> Tensor:
         return x * 3
 
 
-@pytest.mark.parametrize("name", LINEAR)
-def test_linear(name: str) -> None:
-    check(*LINEAR[name]())
-
-
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_convolution(name: str) -> None:
-    check(*CONVOLUTIONS[name]())
+@pytest.mark.parametrize(("table", "name"), [(table, name) for table in TABLES for name in TABLES[table]])
+def test_layers_and_parameters(table: str, name: str) -> None:
+    check(*TABLES[table][name]())
 
 
 def test_convolution_is_the_transposed_convolution_with_the_squared_kernel() -> None:
@@ -414,16 +465,6 @@ def test_padding_mode_is_a_layer_of_its_own(mode: str, n: int) -> None:
         torch.testing.assert_close(got[name], by_hand[name], **TIGHT)
 
 
-@pytest.mark.parametrize("name", POOLS)
-def test_pooling(name: str) -> None:
-    check(*POOLS[name]())
-
-
-@pytest.mark.parametrize("name", UPSAMPLING)
-def test_up_sampling(name: str) -> None:
-    check(*UPSAMPLING[name]())
-
-
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation(name: str) -> None:
     check(ACTIVATIONS[name](), real(2, 3, 3, 2))
@@ -448,47 +489,6 @@ def test_activation_in_place(name: str) -> None:
         if hasattr(part, "inplace"):
             part.inplace = True
     check(module, real(2, 3, 3, 2), ACTIVATIONS[name]())
-
-
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_batch_norm_in_eval_mode(n: int, affine: bool) -> None:
-    kind: Any = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[n - 1]
-    check(*layer(moved(kind(3, affine=affine, eps=0.1)), 2, 3, *(2, 3, 2)[:n]))
-
-
-def test_batch_norm_of_vectors() -> None:
-    check(*layer(moved(nn.BatchNorm1d(3)), 4, 3))
-    check(*layer(moved(nn.BatchNorm1d(3, bias=False)), 1, 3))
-
-
-NORMS: dict[str, Callable[[], Made]] = {
-    "layer": lambda: layer(moved(nn.LayerNorm(5, eps=0.1)), 3, 5),
-    "layer, sequence": lambda: layer(moved(nn.LayerNorm(4)), 2, 3, 4),
-    "layer, two dimensions": lambda: layer(moved(nn.LayerNorm((3, 2))), 2, 4, 3, 2),
-    "layer, no bias": lambda: layer(moved(nn.LayerNorm(4, bias=False)), 2, 4),
-    "layer, plain": lambda: layer(nn.LayerNorm(4, elementwise_affine=False), 1, 4),
-    "layer, frozen": lambda: layer(frozen(moved(nn.LayerNorm(4)), "weight"), 2, 4),
-    "group": lambda: layer(moved(nn.GroupNorm(2, 6, eps=0.1)), 2, 6, 3),
-    "group, images": lambda: layer(moved(nn.GroupNorm(3, 6)), 2, 6, 2, 3),
-    "group, vectors": lambda: layer(moved(nn.GroupNorm(2, 6)), 3, 6),
-    "group, plain": lambda: layer(nn.GroupNorm(1, 4, affine=False), 2, 4, 2),
-    "instance": lambda: layer(nn.InstanceNorm2d(3), 2, 3, 2, 3),
-    "instance, affine": lambda: layer(moved(nn.InstanceNorm1d(3, affine=True, eps=0.1)), 2, 3, 4),
-    "instance, statistics": lambda: layer(
-        moved(nn.InstanceNorm2d(3, affine=True, track_running_stats=True)), 2, 3, 2, 2
-    ),
-    "softmax": lambda: layer(nn.Softmax(1), 3, 4),
-    "softmax, channels": lambda: layer(nn.Softmax2d(), 2, 3, 2, 2),
-    "softmax, method": lambda: function(lambda x: x.softmax(-1), 2, 3, 4),
-    "log softmax": lambda: layer(nn.LogSoftmax(dim=2), 2, 3, 4),
-    "log softmax, function": lambda: function(lambda x: torch.log_softmax(x, 1), 2, 3, 4),
-}
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_norms_over_features_and_softmax(name: str) -> None:
-    check(*NORMS[name]())
 
 
 def test_a_list_that_grows_after_it_was_concatenated() -> None:
@@ -520,29 +520,6 @@ def test_ways_to_write_an_operation(way: str) -> None:
 @pytest.mark.parametrize("name", FOUR)
 def test_layout_of_images(name: str) -> None:
     check(Apply(FOUR[name]), real(2, 4, 2, 4))
-
-
-BARE: dict[str, Callable[[], Made]] = {
-    "shift": lambda: (Wired(lambda s, x: x + s.p, p=parameter(3)), real(2, 4, 3)),
-    "subtracted shift": lambda: (Wired(lambda s, x: s.p - x, p=parameter(4, 1)), real(2, 4, 3)),
-    "scale": lambda: (Wired(lambda s, x: x * s.p, p=parameter(3)), real(2, 4, 3)),
-    "scalar": lambda: (Wired(lambda s, x: s.p * x, p=parameter()), real(2, 4, 3)),
-    "quotient": lambda: (Wired(lambda s, x: x / s.p, p=parameter(4, 1)), real(2, 4, 3)),
-    "exponent": lambda: (Wired(lambda s, x: x.abs() ** s.p, p=parameter(3)), real(2, 4, 3)),
-    "weight on the right": lambda: (Wired(lambda s, x: x @ s.p, p=parameter(3, 2)), real(2, 4, 3)),
-    "weight on the left": lambda: (Wired(lambda s, x: s.p @ x, p=parameter(5, 4)), real(2, 4, 3)),
-    "torch.mm": lambda: (Wired(lambda s, x: torch.mm(x, s.p), p=parameter(3, 2)), real(2, 3)),
-    "vector": lambda: (Wired(lambda s, x: x @ s.p, p=parameter(3)), real(2, 4, 3)),
-    "made larger": lambda: (Wired(lambda s, x: torch.cat([x, s.p.expand(2, 1, 3)], 1), p=parameter(3)), real(2, 4, 3)),
-    "gate": lambda: (Wired(lambda s, x: torch.where(x > 0, x, s.p), p=parameter(3)), real(2, 4, 3)),
-    "of parameters alone": lambda: (Wired(lambda s, x: x * s.p.exp(), p=parameter(3)), real(2, 4, 3)),
-    "sub, alpha": lambda: (Wired(lambda s, x: torch.sub(x, s.p, alpha=3), p=parameter(3)), real(2, 4, 3)),
-}
-
-
-@pytest.mark.parametrize("name", BARE)
-def test_bare_parameter(name: str) -> None:
-    check(*BARE[name]())
 
 
 @pytest.mark.parametrize("sparse", [False, True])

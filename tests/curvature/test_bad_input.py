@@ -159,7 +159,7 @@ def test_known_cases_are_fine() -> None:
     """The checks refuse nothing that is right: every network of the zoo passes them in every structure."""
     for name in ("transformer", "norm_batch_2d", "tied_embedding", "lstm", "positional_embedding"):
         case = CASES[name]()
-        fitted = fit_curvature(case.network, case.loader(2, 2), case.likelihood)
+        fitted = case.fit("kron", 2, 2)
         assert fitted.structure.diagonal().min() >= 0
     assert real(1).dtype == torch.float64
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 from helpers.options import estimate_of
 from networks import CASES, Case, N
+from oracles import close
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import Kron
+from lightning_bayes import Kron, fit_laplace
 from lightning_bayes.curvature import blocks, fit_curvature
 from lightning_bayes.jacobian import gradients
 from lightning_bayes.likelihoods import Categorical, Gaussian
+from lightning_bayes.network import DataError
 
-TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 NETWORKS = [
     *("mlp", "deep_cnn", "conv_2d_groups", "transformer", "embedding", "bare_parameters", "lstm", "segmentation"),
     *("norm_batch_2d", "merged_time_batch", "heteroscedastic", "image_to_image", "named_inputs", "tied_embedding"),
@@ -32,18 +33,15 @@ def test_any_split_equals_one_batch(name: str, structure: str, curvature: str) -
     whole = fit_curvature(case.network, case.loader(), case.likelihood, **options)
     for sizes in ((1,) * N, (3, 1), (1, 2, 1)):
         split = fit_curvature(case.network, case.loader(*sizes), case.likelihood, **options)
-        torch.testing.assert_close(split.structure.to_dense(), whole.structure.to_dense(), **TIGHT)
-        torch.testing.assert_close(split.log_likelihood, whole.log_likelihood, **TIGHT)
+        close(split.structure.to_dense(), whole.structure.to_dense())
+        close(split.log_likelihood, whole.log_likelihood)
         assert (split.n_data, split.n_outputs) == (whole.n_data, whole.n_outputs) == (N, whole.n_outputs)
 
 
 def test_reduce_is_the_same_for_any_split() -> None:
     case = CASES["deep_cnn"]()
-    whole, split = (
-        fit_curvature(case.network, case.loader(*sizes), structure=Kron(weight_sharing="reduce")).structure.to_dense()
-        for sizes in ((), (1, 3))
-    )
-    torch.testing.assert_close(split, whole, **TIGHT)
+    whole, split = (case.fit(Kron(weight_sharing="reduce"), *sizes).structure.to_dense() for sizes in ((), (1, 3)))
+    close(split, whole)
 
 
 def test_wide_layers_and_many_rows_are_added_up_in_parts_that_change_nothing() -> None:
@@ -57,7 +55,7 @@ def test_wide_layers_and_many_rows_are_added_up_in_parts_that_change_nothing() -
     for fitted in (whole, split):
         block = fitted.structure.blocks[0]
         Q, λ = block.right.vectors[0], block.right.values[0]
-        torch.testing.assert_close(Q @ torch.diag(λ) @ Q.mT, a.mT @ a / 1500, **TIGHT)
+        close(Q @ torch.diag(λ) @ Q.mT, a.mT @ a / 1500)
 
 
 def test_full_matrix_wider_than_a_panel_is_symmetric_and_exact() -> None:
@@ -65,7 +63,7 @@ def test_full_matrix_wider_than_a_panel_is_symmetric_and_exact() -> None:
     case = Case(network, torch.randn(3, 260, dtype=torch.float64), torch.tensor([0, 1, 1]), Categorical())
     H = fit_curvature(network, case.loader(2, 1), structure="full").structure.to_dense()
     assert len(H) > 512
-    torch.testing.assert_close(H, oracles.ggn(case), **TIGHT)
+    close(H, oracles.ggn(case))
 
 
 def test_examples_are_counted_from_a_generator_that_can_be_read_once() -> None:
@@ -85,27 +83,27 @@ def test_examples_that_a_loader_drops_are_not_counted() -> None:
     fitted = fit_curvature(case.network, loader, structure="full")
     first = Case(case.network, case.x[:3], case.y[:3], case.likelihood)
     assert fitted.n_data == 3
-    torch.testing.assert_close(fitted.structure.to_dense(), oracles.ggn(first), **TIGHT)
+    close(fitted.structure.to_dense(), oracles.ggn(first))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_log_likelihood_is_the_sum_over_examples_in_float64(name: str) -> None:
     case = CASES[name]()
-    fitted = fit_curvature(case.network, case.loader(1, 3), case.likelihood, structure="diag")
+    fitted = case.fit("diag", 1, 3)
     assert fitted.log_likelihood.dtype == torch.float64
-    torch.testing.assert_close(fitted.log_likelihood, oracles.empirical_fisher(case)[1], **TIGHT)
+    close(fitted.log_likelihood, oracles.empirical_fisher(case)[1])
 
 
 def test_many_columns_are_back_propagated_in_chunks_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("segmentation", "bare_parameters", "linear_on_sequences", "image_to_image", "heteroscedastic"):
         case = CASES[name]()
         for structure in ("full", "diag", "kron"):
-            expected = fit_curvature(case.network, case.loader(), case.likelihood, structure).structure.to_dense()
+            expected = case.fit(structure).structure.to_dense()
             with monkeypatch.context() as patch:
                 patch.setattr(gradients, "MEMORY", 1)
                 patch.setattr(blocks, "CACHE", 1)
-                found = fit_curvature(case.network, case.loader(), case.likelihood, structure).structure.to_dense()
-            torch.testing.assert_close(found, expected, **TIGHT)
+                found = case.fit(structure).structure.to_dense()
+            close(found, expected)
 
 
 def test_columns_of_independent_outputs_are_made_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,18 +129,54 @@ def test_columns_of_independent_outputs_are_made_a_few_at_a_time(monkeypatch: py
 
 def test_progress_bar_counts_batches_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     case = CASES["mlp"]()
-    quiet = fit_curvature(case.network, case.loader(1, 3), structure="diag")
+    quiet = case.fit("diag", 1, 3)
     assert capsys.readouterr().err == ""
-    shown = fit_curvature(case.network, case.loader(1, 3), structure="diag", progress=True)
+    shown = case.fit("diag", 1, 3, progress=True)
     assert "2/2" in capsys.readouterr().err
     assert torch.equal(shown.structure.diagonal(), quiet.structure.diagonal())
 
 
 def test_progress_bar_counts_decompositions(capsys: pytest.CaptureFixture[str]) -> None:
     case = CASES["mlp"]()
-    fit_curvature(case.network, case.loader(1, 3), structure="kron", progress=True)
+    case.fit("kron", 1, 3, progress=True)
     shown = capsys.readouterr().err
     order = ("Laplace: curvature: ", "2/2", "Laplace: decomposing factors: ", "0/4", "4/4")
     assert sorted(order, key=shown.index) == list(order)
-    fit_curvature(case.network, case.loader(1, 3), structure="diag", progress=True)
+    case.fit("diag", 1, 3, progress=True)
     assert "decomposing" not in capsys.readouterr().err
+
+
+# -- several passes ----------------------------------------------------------------------------------------------------
+
+
+class Fading:
+    """One batch less each time it is read."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches, self.reads = batches, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.reads += 1
+        yield from self._batches[self.reads - 1 :]
+
+
+@pytest.mark.parametrize("fitted", [fit_curvature, fit_laplace])
+@pytest.mark.parametrize("structure", ["ekfac", "lowrank"])
+def test_an_iterator_is_refused_before_it_is_read(structure: str, fitted: Any) -> None:
+    case = CASES["mlp"]()
+    for wrap in (iter, lambda batches: (batch for batch in batches)):
+        batches = wrap(case.loader(1, 3))
+        with pytest.raises(DataError, match=f"structure='{structure}' takes several passes .* loader is an iterator"):
+            fitted(case.network, batches, structure=structure)
+        assert len(list(batches)) == 2
+
+
+@pytest.mark.parametrize("fitted", [fit_curvature, fit_laplace])
+@pytest.mark.parametrize("structure", ["ekfac", "lowrank"])
+def test_other_data_in_a_later_pass_are_an_error(structure: str, fitted: Any) -> None:
+    case = CASES["mlp"]()
+    for sizes, n in (((1, 3), 3), ((), 0)):
+        with pytest.raises(
+            DataError, match=f"pass 2 over the data gave {n} examples, but the first gave 4: use a list"
+        ):
+            fitted(case.network, Fading(case.loader(*sizes)), structure=structure)

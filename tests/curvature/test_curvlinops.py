@@ -9,7 +9,6 @@ from networks import CASES, OUTPUTS, Case, real
 from torch import Tensor, nn
 
 from lightning_bayes import Kron, LowRank
-from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the peer's own warnings are not ours
@@ -73,10 +72,10 @@ def test_low_rank(network: str, loss: str) -> None:
     """The largest eigenvalues of the peer's operator, by SciPy's Lanczos; and all of its matrix."""
     case, criterion = setting(network, loss, bias=True)
     G = dense(curvlinops.GGNLinearOperator, case, criterion)
-    few = fit_curvature(case.network, case.loader(1, 5), case.likelihood, LowRank(rank=4)).structure
+    few = case.fit(LowRank(rank=4), 1, 5).structure
     largest = eigsh(G.numpy(), k=4, return_eigenvectors=False)[::-1].copy()
     torch.testing.assert_close(few.values, torch.from_numpy(largest), rtol=1e-4, atol=1e-10)
-    every = fit_curvature(case.network, case.loader(1, 5), case.likelihood, "lowrank").structure
+    every = case.fit("lowrank", 1, 5).structure
     torch.testing.assert_close(every.to_dense(), G, **TIGHT)
 
 
@@ -86,9 +85,9 @@ def test_low_rank(network: str, loss: str) -> None:
 def test_ggn_and_its_diagonal_are_curvlinops(network: str, loss: str, bias: bool) -> None:
     case, criterion = setting(network, loss, bias)
     H = dense(curvlinops.GGNLinearOperator, case, criterion)
-    full = fit_curvature(case.network, case.loader(1, 5), case.likelihood, "full").structure
+    full = case.fit("full", 1, 5).structure
     torch.testing.assert_close(full.to_dense(), H, **TIGHT)
-    diagonal = fit_curvature(case.network, case.loader(1, 5), case.likelihood, "diag").structure
+    diagonal = case.fit("diag", 1, 5).structure
     torch.testing.assert_close(diagonal.diagonal(), H.diagonal(), **TIGHT)
 
 
@@ -97,7 +96,7 @@ def test_ggn_and_its_diagonal_are_curvlinops(network: str, loss: str, bias: bool
 def test_empirical_fisher_is_curvlinops(network: str, bias: bool) -> None:
     case, criterion = setting(network, "classes", bias)
     H = dense(curvlinops.EFLinearOperator, case, criterion)
-    found = fit_curvature(case.network, case.loader(), case.likelihood, "full", curvature="empirical_fisher").structure
+    found = case.fit("full", curvature="empirical_fisher").structure
     torch.testing.assert_close(found.to_dense(), H, **TIGHT)
 
 
@@ -109,7 +108,7 @@ def test_kfac_is_curvlinops(network: str, loss: str, sharing: str, bias: bool) -
     case, criterion = setting(network, loss, bias)
     options = {"fisher_type": "type-2", "kfac_approx": sharing, "separate_weight_and_bias": False}
     K = dense(curvlinops.KFACLinearOperator, case, criterion, **options)
-    fitted = fit_curvature(case.network, case.loader(3, 3), case.likelihood, Kron(weight_sharing=sharing)).structure
+    fitted = case.fit(Kron(weight_sharing=sharing), 3, 3).structure
     torch.testing.assert_close(fitted.to_dense(), K, **TIGHT)
     v = real(2, len(K))
     damped = K + 0.3 * torch.eye(len(K), dtype=torch.float64)
@@ -125,7 +124,7 @@ def test_ekfac_is_curvlinops(network: str, loss: str, bias: bool) -> None:
     case, criterion = setting(network, loss, bias)
     options = {"fisher_type": "type-2", "kfac_approx": "expand", "separate_weight_and_bias": False}
     E = dense(curvlinops.EKFACLinearOperator, case, criterion, **options)
-    fitted = fit_curvature(case.network, case.loader(3, 3), case.likelihood, "ekfac").structure
+    fitted = case.fit("ekfac", 3, 3).structure
     torch.testing.assert_close(fitted.to_dense(), E, **TIGHT)
 
 
@@ -134,5 +133,5 @@ def test_zoo_without_kronecker_forms_has_curvlinops_ggn() -> None:
         case = CASES[name]()
         case.network.eval()
         H = dense(curvlinops.GGNLinearOperator, case, nn.CrossEntropyLoss(reduction="sum"))
-        found = fit_curvature(case.network, case.loader(), case.likelihood, "full").structure.to_dense()
+        found = case.fit("full").structure.to_dense()
         torch.testing.assert_close(found, H, **TIGHT)

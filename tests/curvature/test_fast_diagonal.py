@@ -34,7 +34,7 @@ def case_of(name: str) -> Case:
 
 def diagonal(case: Case, *sizes: int, hessian: Any = "exact", **options: Any) -> Tensor:
     """Of the curvature alone."""
-    posterior = fit_laplace(case.network, case.loader(*sizes), case.likelihood, structure=Diag(hessian), **options)
+    posterior = case.laplace(*sizes, structure=Diag(hessian), **options)
     assert posterior.n_data == N
     return posterior.curvature.structure.diagonal()
 
@@ -69,10 +69,7 @@ def test_auto_is_exact_where_all_layers_are_narrow_and_mixed_elsewhere() -> None
 def test_the_pass_learns_the_rest_too() -> None:
     """Evidence, gradient and counts are those of the exact fit: only the curvature is approximated."""
     case = wide()
-    exact, fast = (
-        fit_laplace(case.network, case.loader(*UNEVEN), case.likelihood, structure=Diag(method=hessian)).curvature
-        for hessian in ("exact", "approx")
-    )
+    exact, fast = (case.laplace(*UNEVEN, structure=Diag(method=hessian)).curvature for hessian in ("exact", "approx"))
     for name in ("log_likelihood", "squared_error", "gradient"):
         torch.testing.assert_close(getattr(fast, name), getattr(exact, name))
     assert (fast.n_data, fast.n_outputs, fast.kind) == (exact.n_data, exact.n_outputs, "ggn")

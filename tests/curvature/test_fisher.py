@@ -5,13 +5,12 @@ import pytest
 import torch
 from helpers.options import structure_of
 from networks import CASES
+from oracles import close
 from torch import Tensor
 
 from lightning_bayes import FisherMC
-from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.network import processes
 
-TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 LIKELIHOODS = [
     "mlp",
     "bernoulli_one_logit",
@@ -26,11 +25,8 @@ LIKELIHOODS = [
 def test_empirical_fisher_is_the_sum_of_outer_products_of_gradients(name: str) -> None:
     case = CASES[name]()
     expected, log_likelihood = oracles.empirical_fisher(case)
-    full = fit_curvature(case.network, case.loader(), case.likelihood, "full", curvature="empirical_fisher")
-    torch.testing.assert_close(full.structure.to_dense(), expected, **TIGHT)
-    torch.testing.assert_close(full.log_likelihood, log_likelihood, **TIGHT)
-    diagonal = fit_curvature(case.network, case.loader(), case.likelihood, "diag", curvature="empirical_fisher")
-    torch.testing.assert_close(diagonal.structure.diagonal(), expected.diagonal(), **TIGHT)
+    fitted = oracles.check_exact(case, expected, curvature="empirical_fisher")
+    close(fitted.log_likelihood, log_likelihood)
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
@@ -40,10 +36,10 @@ def test_empirical_fisher_is_the_sum_of_outer_products_of_gradients(name: str) -
 def test_empirical_kronecker_blocks_are_kfac_of_the_gradients(name: str, sharing: str) -> None:
     case = CASES[name]()
     structure = structure_of("kron", weight_sharing=sharing)
-    fitted = fit_curvature(case.network, case.loader(), case.likelihood, structure, curvature="empirical_fisher")
+    fitted = case.fit(structure, curvature="empirical_fisher")
     H = fitted.structure.to_dense()
     for places, block in oracles.kfac(case, sharing, "empirical_fisher").values():
-        torch.testing.assert_close(H[places.unsqueeze(-1), places], block, **TIGHT)
+        close(H[places.unsqueeze(-1), places], block)
 
 
 @pytest.mark.parametrize(
@@ -51,15 +47,10 @@ def test_empirical_kronecker_blocks_are_kfac_of_the_gradients(name: str, sharing
 )
 def test_monte_carlo_fisher_converges_to_the_ggn_like_one_over_root_samples(name: str, structure: str) -> None:
     case = CASES[name]()
-    exact = fit_curvature(case.network, case.loader(), case.likelihood, structure).structure.to_dense()
+    exact = case.fit(structure).structure.to_dense()
 
     def errors(samples: int, seeds: int) -> Tensor:
-        fits = [
-            fit_curvature(
-                case.network, case.loader(), case.likelihood, structure, curvature=FisherMC(samples=samples), seed=s
-            )
-            for s in range(seeds)
-        ]
+        fits = [case.fit(structure, curvature=FisherMC(samples=samples), seed=s) for s in range(seeds)]
         return torch.stack([fitted.structure.to_dense() - exact for fitted in fits]) / exact.norm()
 
     seeds = 10
@@ -77,9 +68,7 @@ def test_monte_carlo_labels_belong_to_the_seed_and_not_to_the_global_generator()
     case = CASES["mlp"]()
 
     def fit(seed: int) -> Tensor:
-        return fit_curvature(
-            case.network, case.loader(), structure="full", curvature="fisher_mc", seed=seed
-        ).structure.to_dense()
+        return case.fit("full", curvature="fisher_mc", seed=seed).structure.to_dense()
 
     first = fit(1)
     torch.manual_seed(1234)
@@ -90,8 +79,8 @@ def test_monte_carlo_labels_belong_to_the_seed_and_not_to_the_global_generator()
 def test_monte_carlo_fisher_averages_over_its_samples() -> None:
     """With S labels it is the mean of S outer products: of the same expected size for any S."""
     case = CASES["gaussian_noise_per_output"]()
-    one = fit_curvature(case.network, case.loader(), case.likelihood, "full", curvature=FisherMC(samples=400))
-    exact = fit_curvature(case.network, case.loader(), case.likelihood, "full")
+    one = case.fit("full", curvature=FisherMC(samples=400))
+    exact = case.fit("full")
     ratio = one.structure.diagonal().sum() / exact.structure.diagonal().sum()
     assert abs(ratio - 1) < 6 * (2 / (400 * len(case.y))) ** 0.5 * 2
 

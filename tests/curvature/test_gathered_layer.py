@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_bayes import fit_laplace
 from lightning_bayes.network import NetworkError
-from lightning_bayes.network.gathered_layer import gathered, gathered_for, ungathered
+from lightning_bayes.network.gathered_layer import gathered, gathered_for
+from lightning_bayes.network.inputs import whole_network
 
 N = 5
 
@@ -66,7 +67,7 @@ def test_it_has_the_posterior_of_the_last_layer(case: str, structure: str) -> No
     expected = fit_laplace(net, loader, structure=structure, subset="last_layer")
     layer = gathered(net, loader[0][0])
     posterior = fit_laplace(layer, loader, structure=structure, subset="last_layer", probe=layer.features(loader[0][0]))
-    assert ungathered(layer) is net
+    assert whole_network(layer) is net
     assert posterior.subset.names == expected.subset.names
     x = loader[0][0]
     for actual, right in (

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import oracles
 import pytest
 import torch
 from helpers.networks import made
@@ -54,20 +55,11 @@ def graphs() -> list[Any]:
     return [graph(n, n, y=torch.tensor([n % CLASSES])) for n in (3, 5, 4, 6, 2)]
 
 
-def ggn(f: Tensor, network: nn.Module) -> Tensor:
-    """`Σₙ JₙᵀΛₙJₙ` by the Jacobian.  # [N, C] -> [P, P]"""
-    parameters = list(network.parameters())
-    rows = [torch.autograd.grad(out, parameters, retain_graph=True) for out in f.flatten()]
-    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).reshape(*f.shape, -1)
-    p = f.detach().softmax(1)
-    return torch.einsum("nap,nab,nbq->pq", J, torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1), J)
-
-
 @pytest.mark.parametrize("kind", [OfGraphs, OfData])
 def test_graphs_are_examples(kind: type[nn.Module]) -> None:
     network, whole = made(kind), Batch.from_data_list(graphs())
     f = network(whole) if kind is OfData else network(whole.x, whole.edge_index, whole.batch)
-    H = ggn(f, network)
+    H = oracles.ggn_of_classes(f, network)
     loader = DataLoader(graphs(), batch_size=3)
     full, diag = (fit_laplace(network, loader, structure=structure) for structure in ("full", "diag"))
     assert full.n_data == 5
@@ -82,7 +74,7 @@ def test_graphs_are_examples(kind: type[nn.Module]) -> None:
 def test_labelled_nodes_are_examples(tmp_path: Path) -> None:
     network, data = made(OfNodes), with_masks()
     f = network(data.x, data.edge_index)
-    H = ggn(f[data.train_mask], network)
+    H = oracles.ggn_of_classes(f[data.train_mask], network)
     posterior = fit_laplace(network, [data], structure="full")
     assert posterior.n_data == 5
     torch.testing.assert_close(posterior.curvature.structure.to_dense(), H)
@@ -90,9 +82,7 @@ def test_labelled_nodes_are_examples(tmp_path: Path) -> None:
         fit_laplace(network, [data], structure="diag").curvature.structure.diagonal(), H.diagonal()
     )
     # A prediction is for all nodes; its covariances are those of the whole Jacobian.
-    parameters = list(network.parameters())
-    rows = [torch.autograd.grad(out, parameters, retain_graph=True) for out in f.flatten()]
-    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).reshape(NODES, CLASSES, -1)
+    J = oracles.jacobian_of(f, network)
     mean, covariance = posterior.functional(data)
     torch.testing.assert_close(mean, f.detach())
     torch.testing.assert_close(covariance, J @ torch.linalg.inv(H + torch.eye(len(H))) @ J.mT)
@@ -105,9 +95,7 @@ def test_one_real_number_of_some_nodes() -> None:
     """Outputs `[N, 1]` for targets `[N]`, of which some count."""
     network, data = made(Valued), with_masks()
     data.y = data.x[:, 0]
-    f, parameters = network(data.x, data.edge_index)[data.train_mask, 0], list(network.parameters())
-    rows = [torch.autograd.grad(out, parameters, retain_graph=True) for out in f]
-    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    J = oracles.jacobian_of(network(data.x, data.edge_index)[data.train_mask, 0], network)
     posterior = fit_laplace(network, [data], "regression", structure="full")
     torch.testing.assert_close(posterior.curvature.structure.to_dense(), J.mT @ J)
     assert posterior.predict(data).mean.shape == (NODES,)  # type: ignore[union-attr]
@@ -149,7 +137,7 @@ def test_a_neighbourhood_counts_the_nodes_it_was_sampled_for() -> None:
     posterior = fit_laplace(made(OfNodes), [data], structure="full")
     assert posterior.n_data == 4
     network = made(OfNodes)
-    H = ggn(network(data.x, data.edge_index)[:4], network)
+    H = oracles.ggn_of_classes(network(data.x, data.edge_index)[:4], network)
     torch.testing.assert_close(posterior.curvature.structure.to_dense(), H)
 
 

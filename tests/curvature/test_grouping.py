@@ -1,7 +1,6 @@
 """Which rows of a layer belong to which example is found in every batch anew: batches of several shapes, packed sets,
 routed rows and sorted examples have the curvature and the predictions of one example at a time."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from helpers.options import estimate_of, structure_of
 from networks import Case, Wired, moved, real
+from oracles import close
 from torch import Tensor, nn
 
 from lightning_bayes import fit_laplace
@@ -19,9 +19,9 @@ from lightning_bayes.curvature.fit import Curvature
 from lightning_bayes.jacobian.graph import keeps_rows, uses
 from lightning_bayes.likelihoods import Categorical, Gaussian, LikelihoodError
 from lightning_bayes.network import CurvatureError
+from lightning_bayes.network.messages import BayesWarning
 from lightning_bayes.structures import Kronecker
 
-TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 Batches = list[tuple[Any, Tensor]]
 
 
@@ -112,11 +112,7 @@ def unique_tokens() -> tuple[nn.Module, list[Batches]]:
         return s.head(h[places].sum(1))
 
     network = Wired(
-        forward,
-        table=nn.Embedding(9, 2),
-        inner=nn.Linear(2, 3),
-        norm=moved(nn.LayerNorm(3)),
-        head=nn.Linear(3, 3),
+        forward, table=nn.Embedding(9, 2), inner=nn.Linear(2, 3), norm=moved(nn.LayerNorm(3)), head=nn.Linear(3, 3)
     ).double()
     apart = torch.tensor([[0, 1], [2, 3], [4, 5]])
     return network, [[(apart, labels(3)), (torch.tensor([[0, 1], [1, 1], [7, 0], [8, 7]]), labels(4))]]
@@ -151,11 +147,8 @@ def test_every_batch_is_grouped_by_what_it_shows(name: str) -> None:
             "fisher_mc": fit(network, singles, "full", "fisher_mc").structure.to_dense(),
         }
         for curvature, H in exact.items():
-            found = fit(network, batches, "full", curvature).structure.to_dense()
-            torch.testing.assert_close(found, H, **TIGHT)
-            torch.testing.assert_close(
-                fit(network, batches, "diag", curvature).structure.diagonal(), H.diagonal(), **TIGHT
-            )
+            close(fit(network, batches, "full", curvature).structure.to_dense(), H)
+            close(fit(network, batches, "diag", curvature).structure.diagonal(), H.diagonal())
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
@@ -171,12 +164,12 @@ def test_kronecker_blocks_are_those_of_one_example_at_a_time(name: str, sharing:
             found = fit(network, batches, structure, curvature, **options).structure
             expected = fit(network, singles, structure, curvature, **options).structure
             assert sum(isinstance(block, Kronecker) for block in found.blocks) >= 2
-            torch.testing.assert_close(found.to_dense(), expected.to_dense(), **TIGHT)
+            close(found.to_dense(), expected.to_dense())
         exact = sum(oracles.ggn(case) for case in cases)
         structure = fit(network, batches, "kron", **options).structure
         norm = structure.names.index("norm.weight")
         places = structure.layouts[norm].gather(torch.arange(len(exact)))
-        torch.testing.assert_close(structure.blocks[norm].to_dense(), exact[places][:, places], **TIGHT)
+        close(structure.blocks[norm].to_dense(), oracles.block(exact, places))
 
 
 @pytest.mark.parametrize("structure", ["full", "diag", "kron", "ekfac"])
@@ -192,10 +185,10 @@ def test_predictions_of_a_batch_are_those_of_its_examples(name: str, structure: 
         joint = J.flatten(0, 1) @ torch.linalg.solve(dense, J.flatten(0, 1).mT)
         covariance = posterior.functional(x)[1]
         blocks = torch.stack([joint[3 * n : 3 * n + 3, 3 * n : 3 * n + 3] for n in range(len(y))])
-        torch.testing.assert_close(covariance, blocks, **TIGHT)
-        torch.testing.assert_close(posterior.functional(x, joint=True)[1], joint, **TIGHT)
+        close(covariance, blocks)
+        close(posterior.functional(x, joint=True)[1], joint)
         marginal = posterior.functional_for([posterior.precision], x, "marginal")[1][0]
-        torch.testing.assert_close(marginal, blocks.diagonal(dim1=1, dim2=2), **TIGHT)
+        close(marginal, blocks.diagonal(dim1=1, dim2=2))
     singles = [(oracles.example(x, n), y[n : n + 1]) for x, y in batches for n in range(len(y))]
     tuned, expected = (posterior.tune_prior("grid", loader=loader) for loader in (batches, singles))
     torch.testing.assert_close(tuned.prior_precision, expected.prior_precision)
@@ -216,18 +209,15 @@ def test_online_diagonal_of_packed_sets_behind_a_bottleneck() -> None:
     diagonal = BatchDiagonal(network, choose_subset(network, first, "all"), Gaussian(), "exact")
     for x in (first, later):
         case = Case(network, x, real(3, 40), Gaussian())
-        torch.testing.assert_close(diagonal(x, case.y), oracles.ggn(case).diagonal(), **TIGHT)
+        close(diagonal(x, case.y), oracles.ggn(case).diagonal())
 
 
-def test_rows_that_examples_share_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_that_examples_share_are_told_once() -> None:
     network, ((apart, shared),) = unique_tokens()
-    with caplog.at_level(logging.WARNING, logger="lightning_bayes"):
-        fit(network, [apart, apart], "full")
-        assert not caplog.messages
+    fit(network, [apart, apart], "full")
+    with pytest.warns(BayesWarning, match="^batch 1: examples share rows of .*norm.weight") as said:
         fit(network, [apart, shared, shared], "full")
-    (message,) = caplog.messages
-    assert message.startswith("batch 1: examples share rows of ")
-    assert "norm.weight" in message
+    assert len(said) == 1
     x, y = shared
     wrong = torch.full_like(y, 99)
     with pytest.raises(LikelihoodError, match="got the target"):  # of the batch, not of its last example

@@ -3,14 +3,12 @@
 import pytest
 import torch
 from networks import CASES
+from oracles import close
 from torch import Tensor
 
-from lightning_bayes import fit_laplace
-from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.jacobian import rows as jacobian_rows
 from lightning_bayes.structures import Dense
 
-TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 NETWORKS = [
     *("mlp", "mlp_without_bias", "deep_cnn", "transformer", "embedding", "lstm", "bare_parameters", "norm_batch_2d"),
     *("residual", "segmentation", "frozen"),
@@ -24,13 +22,13 @@ def test_curvature_and_outputs_of_single_weights(name: str, filled: float, monke
     monkeypatch.setattr(jacobian_rows, "FILLED", filled)
     monkeypatch.setattr(jacobian_rows, "CACHE", 200)  # some examples, and some weights of one, at a time
     case = CASES[name]()
-    whole = fit_curvature(case.network, case.loader(), case.likelihood, "full").structure.to_dense()
+    whole = case.fit("full").structure.to_dense()
     mask = (torch.rand(len(whole)) < 0.2).nonzero().squeeze(1)
-    posterior = fit_laplace(case.network, case.loader(1, 3), case.likelihood, structure="full", subset=mask)
+    posterior = case.laplace(1, 3, structure="full", subset=mask)
     H = whole[mask.unsqueeze(-1), mask]
-    torch.testing.assert_close(posterior.curvature.structure.to_dense(), H, **TIGHT)
+    close(posterior.curvature.structure.to_dense(), H)
     _, covariance = posterior.functional(case.x)
-    everything = fit_laplace(case.network, case.loader(), case.likelihood, structure="full")
+    everything = case.laplace(structure="full")
     known = torch.full((len(whole),), 1e14, dtype=whole.dtype)  # weights outside are known exactly
     known[mask] = 1.0
     zeroed = torch.zeros_like(whole)
@@ -50,6 +48,6 @@ def test_only_the_inputs_of_chosen_weights_are_taken(name: str, monkeypatch: pyt
         put(self, a, g, into)
 
     monkeypatch.setattr(jacobian_rows.ChosenWeights, "put", watched)
-    fit_curvature(case.network, case.loader(), case.likelihood, "full", torch.tensor([0, 1]))
+    case.fit("full", subset=torch.tensor([0, 1]))
     assert taken
     assert set(taken) <= {1, 2}

@@ -9,14 +9,13 @@ import oracles
 import pytest
 import torch
 from networks import CASES, CONVOLUTIONS, OUTPUTS, TRANSPOSED, Attention, Case, Wired, real
+from oracles import close
 from torch import Tensor, nn
 
 from lightning_bayes import Kron
-from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.likelihoods import Categorical, Gaussian
 from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Kronecker
 
-TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 SHARED = [
     *(f"conv_{name}" for name in CONVOLUTIONS),
     *(f"transposed_{name}" for name in TRANSPOSED),
@@ -29,23 +28,15 @@ SHARED = [
 ONE_POSITION = [
     *("mlp", "mlp_without_bias", "residual", "two_inputs", "in_place_relu", "norm_batch_1d", "norm_layer", "frozen"),
     *("embedding_of_one_token", "bernoulli_one_logit", "bernoulli_labels", "gaussian_noise_per_output"),
-    *(
-        "heteroscedastic",
-        "checkpointed",
-        "custom_function",
-        "bare_parameters",
-        "weight_normed",
-        "view_after_the_last_layer",
-    ),
+    *("heteroscedastic", "checkpointed", "custom_function", "bare_parameters", "weight_normed"),
+    "view_after_the_last_layer",
 ]
 
 
-def fit(case: Case, **options: Any) -> BlockDiagonal:
-    structure = fit_curvature(
-        case.network, case.loader(), case.likelihood, **{"structure": "kron", **options}
-    ).structure
-    assert isinstance(structure, BlockDiagonal)
-    return structure
+def fit(case: Case, *sizes: int, structure: Any = "kron", **options: Any) -> BlockDiagonal:
+    fitted = case.fit(structure, *sizes, **options).structure
+    assert isinstance(fitted, BlockDiagonal)
+    return fitted
 
 
 def first_example(case: Case) -> Case:
@@ -70,9 +61,9 @@ def test_one_datum_at_one_position_gives_the_exact_blocks(name: str) -> None:
         # Parameters without a Kronecker form have a block each, or one per norm; compare what the blocks hold.
         kept = found != 0
         assert kept.diagonal()[H.diagonal() != 0].all()
-        torch.testing.assert_close(found[kept], H[kept], **TIGHT)
+        close(found[kept], H[kept])
     else:
-        torch.testing.assert_close(found, H, **TIGHT)
+        close(found, H)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +87,7 @@ def test_one_datum_in_a_convolution_with_one_pixel_gives_the_exact_blocks(layer:
         group = torch.full((len(H),), -1)
         group[places] = blocks
         H = torch.where(group.unsqueeze(-1) == group, H, 0)
-    torch.testing.assert_close(fit(case).to_dense(), H, **TIGHT)
+    close(fit(case).to_dense(), H)
 
 
 @pytest.mark.parametrize("noise", [0.7, torch.tensor([0.5, 2.0], dtype=torch.float64)])
@@ -104,15 +95,14 @@ def test_deep_linear_network_with_squared_loss_gives_the_exact_blocks_for_many_d
     network = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3, bias=False), nn.Linear(3, 2)).double()
     case = Case(network, real(7, 3), real(7, 2), Gaussian(noise))
     expected = layer_blocks(network, oracles.ggn(case))
-    torch.testing.assert_close(fit(case).to_dense(), expected, **TIGHT)
-    uneven = fit_curvature(network, case.loader(1, 4, 2), case.likelihood, structure="kron").structure
-    torch.testing.assert_close(uneven.to_dense(), expected, **TIGHT)
+    close(fit(case).to_dense(), expected)
+    close(fit(case, 1, 4, 2).to_dense(), expected)
 
 
 def test_deep_linear_convolutional_network_with_one_pixel_gives_the_exact_blocks_for_many_data() -> None:
     network = nn.Sequential(nn.Conv1d(2, 3, 4), nn.ConvTranspose1d(3, 2, 1), nn.Flatten(), nn.Linear(2, 2)).double()
     case = Case(network, real(5, 2, 4), real(5, 2), Gaussian(0.4))
-    torch.testing.assert_close(fit(case).to_dense(), layer_blocks(network, oracles.ggn(case)), **TIGHT)
+    close(fit(case).to_dense(), layer_blocks(network, oracles.ggn(case)))
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
@@ -121,7 +111,7 @@ def test_blocks_of_linear_convolution_and_embedding_are_kfac(name: str, sharing:
     case = CASES[name]()
     H = fit(case, structure=Kron(weight_sharing=sharing)).to_dense()
     for places, block in oracles.kfac(case, sharing).values():
-        torch.testing.assert_close(H[places.unsqueeze(-1), places], block, **TIGHT)
+        close(oracles.block(H, places), block)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +126,9 @@ def test_part_of_a_layer_is_that_part_of_its_factors(name: str, sharing: str) ->
     whole = fit(Case(thawed, case.x, case.y, case.likelihood), structure=Kron(weight_sharing=sharing)).to_dense()
     names = [n for n, _ in case.network.named_parameters()]
     for chosen in (names[::2], names[1::2], names[1:2] + names[2:3]):
-        places = torch.cat([oracles.positions_of(thawed, n).flatten() for n in names if n in chosen])
+        places = oracles.places(thawed, [n for n in names if n in chosen])
         part = fit(case, subset=chosen, structure=Kron(weight_sharing=sharing)).to_dense()
-        torch.testing.assert_close(part, whole[places.unsqueeze(-1), places], **TIGHT)
+        close(part, oracles.block(whole, places))
 
 
 class PlainAttention(nn.Module):
@@ -189,28 +179,25 @@ def test_attention_has_the_blocks_of_its_four_linear_layers(name: str, sharing: 
             weight = oracles.positions_of(network, f"{stem}.weight")
             bias = oracles.positions_of(network, f"{stem}.bias")
         places = torch.cat([weight, bias.unsqueeze(-1)], dim=1).flatten()
-        torch.testing.assert_close(H[places.unsqueeze(-1), places], block, **TIGHT)
+        close(oracles.block(H, places), block)
         seen[places.unsqueeze(-1), places] = True
     assert not H[~seen].any()
 
 
-EXACT = {
-    "norm_layer": ["1.weight", "1.bias"],
-    "norm_group": ["1.weight", "1.bias"],
-    "norm_instance": ["0.weight", "0.bias"],
-    "norm_batch_1d": ["1.weight", "1.bias"],
-    "norm_batch_2d": ["1.weight", "1.bias"],
-    "norm_rms": ["1.weight"],
-    "bare_parameters": ["scale", "places"],
-    "lstm": ["cell.weight_ih_l0", "cell.weight_hh_l0", "cell.bias_ih_l0", "cell.bias_hh_l0"],
-    "gru": ["cell.weight_ih_l0", "cell.weight_hh_l0_reverse", "cell.bias_hh_l0"],
-    "weight_normed": ["0.parametrizations.weight.original0", "0.parametrizations.weight.original1", "0.bias"],
-    "attention_bias_kv": ["attention.bias_k", "attention.bias_v"],
-    "tied_linears": ["0.weight", "0.bias", "2.bias"],
-    "tied_embedding": ["table.weight", "head.bias"],
-    "functional_and_matmul": ["w"],
-    "penalised_weight": ["inner.weight"],
-    "attention_shared_projection": ["first.in_proj_weight"],
+EXACT = {  # groups of parameters that share a block
+    **{f"norm_{kind}": [["1.weight", "1.bias"]] for kind in ("layer", "group", "batch_1d", "batch_2d")},
+    "norm_instance": [["0.weight", "0.bias"]],
+    "norm_rms": [["1.weight"]],
+    "bare_parameters": [["scale"], ["places"]],
+    "lstm": [[f"cell.{part}_l0"] for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")],
+    "gru": [["cell.weight_ih_l0"], ["cell.weight_hh_l0_reverse"], ["cell.bias_hh_l0"]],
+    "weight_normed": [[f"0.parametrizations.weight.original{n}"] for n in (0, 1)] + [["0.bias"]],
+    "attention_bias_kv": [["attention.bias_k"], ["attention.bias_v"]],
+    "tied_linears": [["0.weight"], ["0.bias"], ["2.bias"]],
+    "tied_embedding": [["table.weight"], ["head.bias"]],
+    "functional_and_matmul": [["w"]],
+    "penalised_weight": [["inner.weight"]],
+    "attention_shared_projection": [["first.in_proj_weight"]],
 }
 
 
@@ -218,18 +205,9 @@ EXACT = {
 def test_parameters_without_kronecker_form_have_their_exact_block(name: str) -> None:
     case = CASES[name]()
     found, H = fit(case).to_dense(), oracles.ggn(case)
-    for parameter in EXACT[name]:
-        places = oracles.positions_of(case.network, parameter).flatten()
-        block = (places.unsqueeze(-1), places)
-        torch.testing.assert_close(found[block], H[block], **TIGHT)
-
-
-def test_norm_has_one_exact_block_of_scale_and_shift() -> None:
-    case = CASES["norm_layer"]()
-    found, H = fit(case).to_dense(), oracles.ggn(case)
-    places = torch.cat([oracles.positions_of(case.network, f"1.{part}") for part in ("weight", "bias")])
-    block = (places.unsqueeze(-1), places)
-    torch.testing.assert_close(found[block], H[block], **TIGHT)
+    for group in EXACT[name]:
+        places = oracles.places(case.network, group)
+        close(oracles.block(found, places), oracles.block(H, places))
 
 
 @pytest.mark.parametrize(("size", "kind"), [(1024, Dense), (1025, Diagonal)])
@@ -245,7 +223,7 @@ def test_exact_block_is_dense_up_to_1024_and_diagonal_beyond(size: int, kind: ty
     block = structure.blocks[structure.names.index("scale")]
     assert type(block) is kind
     H = oracles.ggn(case, ["scale"])
-    torch.testing.assert_close(block.to_dense(), H if kind is Dense else torch.diag(H.diagonal()), **TIGHT)
+    close(block.to_dense(), H if kind is Dense else torch.diag(H.diagonal()))
 
 
 def test_norm_beyond_1024_is_its_exact_diagonal() -> None:
@@ -254,13 +232,13 @@ def test_norm_beyond_1024_is_its_exact_diagonal() -> None:
     structure = fit(case, subset=["0"])
     assert isinstance(structure.blocks[0], Diagonal)
     expected = oracles.ggn(case, ["0.weight", "0.bias"]).diagonal()
-    torch.testing.assert_close(structure.diagonal(), expected, **TIGHT)
+    close(structure.diagonal(), expected)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_log_line_names_the_block_of_every_parameter_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES[name]()
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         structure = fit(case)
     messages = [record.getMessage() for record in caplog.records if record.name == "lightning_bayes"]
     lines = [message for message in messages if message.startswith("curvature blocks")]
@@ -286,42 +264,40 @@ def test_one_log_line_names_the_block_of_every_parameter_once(name: str, caplog:
 @pytest.mark.parametrize("structure", ["full", "diag"])
 def test_log_line_of_full_and_diagonal_names_every_parameter(structure: str, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES["transformer"]()
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
-        fit_curvature(case.network, case.loader(), structure=structure)
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
+        case.fit(structure)
     (line,) = [record.getMessage() for record in caplog.records]
     for name, _ in case.network.named_parameters():
         assert re.search(rf"{re.escape(name)}(\[0:\d+\])?(,|;|$)", line)
 
 
-@pytest.mark.parametrize("name", ["transformer", "deep_cnn", "embedding", "attention_separate_projections"])
+KRONECKER = {
+    "transformer": [
+        *["0.self_attn.in_proj_weight"] * 3,
+        *("0.self_attn.out_proj.weight", "0.linear1.weight", "0.linear2.weight", "2.weight"),
+    ],
+    "deep_cnn": ["0.weight", "2.weight", "5.weight"],
+    "embedding": ["head.weight", "table.weight"],
+    "attention_separate_projections": [
+        *(f"attention.{part}_proj_weight" for part in "kqv"),
+        *("attention.out_proj.weight", "head.weight"),
+    ],
+    # Shared positions are recognised wherever the batch lies.
+    **{name: ["head.weight", "inner.weight"] for name in ("time_first", "merged_batch_time", "merged_time_batch")},
+    "merged_convolution": ["head.weight", "inner.weight"],
+}
+
+
+@pytest.mark.parametrize("name", KRONECKER)
 def test_every_kind_of_layer_gets_a_kronecker_block(name: str) -> None:
     """The fast paths are taken, not only the exact per-example gradients that are right for anything."""
     structure = fit(CASES[name]())
-    kronecker = [
-        owner for owner, block in zip(structure.names, structure.blocks, strict=True) if isinstance(block, Kronecker)
-    ]
-    expected = {
-        "transformer": ["0.self_attn.in_proj_weight"] * 3
-        + ["0.self_attn.out_proj.weight", "0.linear1.weight", "0.linear2.weight", "2.weight"],
-        "deep_cnn": ["0.weight", "2.weight", "5.weight"],
-        "embedding": ["table.weight", "head.weight"],
-        "attention_separate_projections": [
-            *(f"attention.{part}_proj_weight" for part in "qkv"),
-            *("attention.out_proj.weight", "head.weight"),
-        ],
-    }[name]
-    assert sorted(kronecker) == sorted(expected)
-
-
-@pytest.mark.parametrize("name", ["time_first", "merged_batch_time", "merged_time_batch", "merged_convolution"])
-def test_shared_positions_are_recognised_wherever_the_batch_lies(name: str) -> None:
-    structure = fit(CASES[name]())
-    assert structure.names[0] == "inner.weight"
-    assert isinstance(structure.blocks[0], Kronecker)
+    blocks = zip(structure.names, structure.blocks, strict=True)
+    assert sorted(owner for owner, block in blocks if isinstance(block, Kronecker)) == sorted(KRONECKER[name])
 
 
 def test_kronecker_factors_of_a_prior_are_added_exactly() -> None:
     case = CASES["transformer"]()
     structure = fit(case)
     P = structure.add_prior(0.3).to_dense()
-    torch.testing.assert_close(P, structure.to_dense() + 0.3 * torch.eye(len(P), dtype=P.dtype), **TIGHT)
+    close(P, structure.to_dense() + 0.3 * torch.eye(len(P), dtype=P.dtype))

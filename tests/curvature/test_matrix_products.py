@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from helpers.networks import made
 from networks import CASES, OUTPUTS, Case, N, Wired, real
+from oracles import close
 from torch import Tensor, nn
 
 from lightning_bayes import Kron, fit_laplace
@@ -24,7 +25,6 @@ from lightning_bayes.likelihoods import Categorical, Gaussian
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Gram, Kronecker
 
-TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "@": lambda s, x: x @ s.w,
     "torch.matmul": lambda s, x: torch.matmul(x, s.w),
@@ -47,12 +47,10 @@ def case_of(way: str) -> Case:
     return Case(network, real(N, 3, 4), torch.randint(OUTPUTS, (N,)), Categorical())
 
 
-def fit(case: Case, *sizes: int, **options: Any) -> BlockDiagonal:
-    structure = fit_curvature(
-        case.network, case.loader(*sizes), case.likelihood, **{"structure": "kron", **options}
-    ).structure
-    assert isinstance(structure, BlockDiagonal)
-    return structure
+def fit(case: Case, *sizes: int, structure: Any = "kron") -> BlockDiagonal:
+    fitted = case.fit(structure, *sizes).structure
+    assert isinstance(fitted, BlockDiagonal)
+    return fitted
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
@@ -72,35 +70,26 @@ def test_block_is_that_of_the_linear_layer_with_the_transposed_weight(way: str, 
     assert [type(block) for block in found.blocks] == [Kronecker, Kronecker]
     places = torch.arange(16).reshape(4, 4).mT.flatten()
     places = torch.cat([places, torch.arange(16, len(expected.to_dense()))])
-    torch.testing.assert_close(found.to_dense(), expected.to_dense()[places][:, places], **TIGHT)
+    close(found.to_dense(), expected.to_dense()[places][:, places])
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_everything_is_the_oracles(way: str) -> None:
     case = case_of(way)
     H = oracles.ggn(case)
-    full = fit_curvature(case.network, case.loader(1, 3), structure="full").structure.to_dense()
-    torch.testing.assert_close(full, H, **TIGHT)
-    diagonal = fit_curvature(case.network, case.loader(3, 1), structure="diag").structure.diagonal()
-    torch.testing.assert_close(diagonal, H.diagonal(), **TIGHT)
+    oracles.check_exact(case, H, 1, 3)
     P = H + torch.eye(len(H), dtype=H.dtype)
-    covariance = fit_laplace(case.network, case.loader(), structure="full").functional(case.x)[1]
-    network, parameters = oracles.subset(case.network)
-    for n in range(N):
-        J = oracles.jacobian(network, case.x[n : n + 1], parameters)[1]
-        torch.testing.assert_close(covariance[n], J @ torch.linalg.solve(P, J.mT), **TIGHT)
+    covariance = case.laplace(structure="full").functional(case.x)[1]
+    close(covariance, oracles.covariances(case.network, case.x, N, P))
 
 
 @pytest.mark.parametrize("name", ["matrix_products", "added_biases", "sparse_embedding"])
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])
 def test_predictions_use_the_posterior_that_was_fitted(name: str, structure: str) -> None:
     case = CASES[name]()
-    posterior = fit_laplace(case.network, case.loader(1, 3), structure=structure)
-    covariance = posterior.functional(case.x)[1]
-    network, parameters = oracles.subset(case.network)
-    for n in range(N):
-        J = oracles.jacobian(network, oracles.example(case.x, n), parameters)[1]
-        torch.testing.assert_close(covariance[n], J @ torch.linalg.solve(posterior.precision.to_dense(), J.mT), **TIGHT)
+    posterior = case.laplace(1, 3, structure=structure)
+    expected = oracles.covariances(case.network, case.x, N, posterior.precision.to_dense())
+    close(posterior.functional(case.x)[1], expected)
 
 
 def lookup(way: str, by_frequency: bool) -> Any:
@@ -130,8 +119,8 @@ def test_gradients_scaled_by_frequency_are_not_taken_for_derivatives(structure: 
         posterior = fit_laplace(network, [(x[:3], y[:3]), (x[3:], y[3:])], structure=structure)
         covariances.append(posterior.functional(x, joint=True)[1])
         probs.append(posterior.predict(x).probs)
-    torch.testing.assert_close(covariances[1], covariances[0], **TIGHT)
-    torch.testing.assert_close(probs[1], probs[0], **TIGHT)
+    close(covariances[1], covariances[0])
+    close(probs[1], probs[0])
     assert way == "function" or network.table.scale_grad_by_freq
 
 
@@ -144,7 +133,7 @@ def test_added_bias_has_its_exact_block(size: int, kind: type) -> None:
     structure = fit(case)
     H = oracles.ggn(case)
     assert type(structure.blocks[0]) is kind
-    torch.testing.assert_close(structure.to_dense(), H if kind is Dense else torch.diag(H.diagonal()), **TIGHT)
+    close(structure.to_dense(), H if kind is Dense else torch.diag(H.diagonal()))
 
 
 def test_no_parameter_of_these_is_left_to_per_example_gradients() -> None:
@@ -175,9 +164,9 @@ def test_other_forms_are_exact_without_a_rule(name: str) -> None:
     case = Case(network, real(N, 4), real(N, 2), Gaussian(0.5))
     H = oracles.ggn(case)
     full = fit_curvature(network, case.loader(3, 1), case.likelihood, structure="full").structure.to_dense()
-    torch.testing.assert_close(full, H, **TIGHT)
+    close(full, H)
     diagonal = BatchDiagonal(network, choose_subset(network, case.x, "all"), case.likelihood, "exact")(case.x, case.y)
-    torch.testing.assert_close(diagonal, H.diagonal(), **TIGHT)
+    close(diagonal, H.diagonal())
 
 
 @pytest.mark.parametrize("way", ["@", "torch.addmm", "weight on the left"])
@@ -191,12 +180,12 @@ def test_exact_diagonal_by_columns_knows_products(way: str, mode: str) -> None:
     network = nn.Sequential(body, nn.Tanh(), nn.Linear(4, 1), nn.Tanh(), nn.Linear(1, 30)).double()
     case = Case(network, real(N, 4), real(N, 30), Gaussian(0.5))
     found = BatchDiagonal(network, choose_subset(network, case.x, "all"), case.likelihood, mode)(case.x, case.y)
-    torch.testing.assert_close(found, oracles.ggn(case).diagonal(), **TIGHT)
+    close(found, oracles.ggn(case).diagonal())
 
 
 def test_last_layer_may_be_a_matrix_product() -> None:
     case = CASES["matrix_products"]()
-    assert fit_curvature(case.network, case.loader(), subset="last_layer").subset.names == ("v",)
+    assert case.fit("kron", subset="last_layer").subset.names == ("v",)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -207,8 +196,8 @@ def test_sparse_embedding_is_borrowed_dense_and_given_back(kind: Any) -> None:
     dense = copy.deepcopy(network)
     dense[0].sparse = False
     found, expected = (fit_laplace(n, [(x, y)], structure="full") for n in (network, dense))
-    torch.testing.assert_close(found.precision.to_dense(), expected.precision.to_dense(), **TIGHT)
-    torch.testing.assert_close(found.predict(x).probs, expected.predict(x).probs, **TIGHT)
+    close(found.precision.to_dense(), expected.precision.to_dense())
+    close(found.predict(x).probs, expected.predict(x).probs)
     assert network[0].sparse
     with pytest.raises(RuntimeError, match="inside"), borrowed(network, ()):
         raise RuntimeError("inside")
@@ -224,7 +213,7 @@ def test_call_that_does_not_reach_the_output_leaves_the_mean_over_inputs_alone()
     twice = Wired(lambda s, x: s.head(s.inner(x).tanh() / s.inner(torch.eye(3).to(x)).norm().detach()), **parts)
     x, y = real(N, 3), torch.randint(OUTPUTS, (N,))
     found, expected = (fit(Case(network, x, y, Categorical()), 1, 3).to_dense() for network in (twice, once))
-    torch.testing.assert_close(found, expected, **TIGHT)
+    close(found, expected)
 
 
 def test_eigenvectors_take_the_place_of_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from lightning_bayes import GaussianPosterior, LaplacePosterior, Tuning, fit_laplace
 from lightning_bayes.posterior import PosteriorError
 
-IMAGE = (1, 4, 4)
-
 
 class RMSNorm(nn.Module):
     """One of those that people write themselves."""
@@ -32,12 +30,26 @@ class ConvBatchNorm(nn.Sequential):
     """A block with the name of a normalisation."""
 
 
-def image_net(*layers: nn.Module) -> nn.Module:
-    return nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(2))
+def image_net(*layers: nn.Module) -> tuple[nn.Module, tuple[int, ...]]:
+    """The network, and the shape of an example."""
+    return nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(2)), (1, 4, 4)
+
+
+def vector_net(*layers: nn.Module) -> tuple[nn.Module, tuple[int, ...]]:
+    return nn.Sequential(*layers, nn.Linear(4, 2)), (3,)
+
+
+def wired(forward: Any, **parts: nn.Module) -> tuple[nn.Module, tuple[int, ...]]:
+    return Wired(forward, **parts), (3,)
 
 
 def conv(i: int = 1, o: int = 4) -> nn.Conv2d:
     return nn.Conv2d(i, o, 3, padding=1)
+
+
+def views_between() -> tuple[nn.Module, tuple[int, ...]]:
+    parts = {"a": conv(), "norm": nn.LayerNorm(4), "b": nn.Linear(4, 2)}
+    return Wired(lambda net, x: net.b(net.norm(net.a(x).flatten(2).transpose(1, 2)).mean(1)), **parts), (1, 4, 4)
 
 
 def heads(net: Any, x: Tensor) -> Tensor:
@@ -46,115 +58,68 @@ def heads(net: Any, x: Tensor) -> Tensor:
     return net.out(F.layer_norm(q, (4,)) * F.layer_norm(k, (4,)) + v)
 
 
-CASES: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
-    "batch": (lambda: image_net(conv(), nn.BatchNorm2d(4), nn.ReLU()), IMAGE, ("0",)),
-    "group": (lambda: image_net(conv(), nn.GroupNorm(2, 4), nn.ReLU(inplace=True)), IMAGE, ("0",)),
-    "instance": (lambda: image_net(conv(), nn.InstanceNorm2d(4), nn.ReLU()), IMAGE, ("0",)),
-    "layer": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)), (3,), ("0",)),
-    "rms": (lambda: nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4), nn.Linear(4, 2)), (3,), ("0",)),
-    "weights that are computed": (
-        lambda: nn.Sequential(weight_norm(nn.Linear(3, 4)), nn.LayerNorm(4), nn.Linear(4, 2)),
-        (3,),
-        (),
-    ),
-    "rms of one's own": (lambda: nn.Sequential(nn.Linear(3, 4), RMSNorm(4), nn.Linear(4, 2)), (3,), ("0",)),
-    "transposed": (lambda: image_net(nn.ConvTranspose2d(1, 4, 2), nn.BatchNorm2d(4)), IMAGE, ("0",)),
+def transformer() -> tuple[nn.Module, tuple[int, ...]]:
+    block = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    return Wired(lambda net, x: net.out(net.block(x).mean(1)), block=block, out=nn.Linear(4, 2)), (5, 4)
+
+
+def a_norm_b(width: int = 3) -> dict[str, nn.Module]:
+    return {"a": nn.Linear(3, width), "norm": nn.LayerNorm(width), "b": nn.Linear(width, 2)}
+
+
+NORMALISED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "batch": (lambda: image_net(conv(), nn.BatchNorm2d(4), nn.ReLU()), ("0",)),
+    "group": (lambda: image_net(conv(), nn.GroupNorm(2, 4), nn.ReLU(inplace=True)), ("0",)),
+    "instance": (lambda: image_net(conv(), nn.InstanceNorm2d(4), nn.ReLU()), ("0",)),
+    "layer": (lambda: vector_net(nn.Linear(3, 4), nn.LayerNorm(4)), ("0",)),
+    "rms": (lambda: vector_net(nn.Linear(3, 4), nn.RMSNorm(4)), ("0",)),
+    "rms of one's own": (lambda: vector_net(nn.Linear(3, 4), RMSNorm(4)), ("0",)),
+    "transposed": (lambda: image_net(nn.ConvTranspose2d(1, 4, 2), nn.BatchNorm2d(4)), ("0",)),
     "two in a row": (
         lambda: image_net(conv(), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 3), nn.BatchNorm2d(3), nn.ReLU()),
-        IMAGE,
         ("0", "3"),
     ),
-    "dropout between": (
-        lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.BatchNorm1d(4), nn.Linear(4, 2)),
-        (3,),
-        ("0",),
-    ),
-    "views between": (
-        lambda: Wired(
-            lambda net, x: net.b(net.norm(net.a(x).flatten(2).transpose(1, 2)).mean(1)),
-            a=conv(),
-            norm=nn.LayerNorm(4),
-            b=nn.Linear(4, 2),
-        ),
-        IMAGE,
-        ("a",),
-    ),
+    "dropout between": (lambda: vector_net(nn.Linear(3, 4), nn.Dropout(), nn.BatchNorm1d(4)), ("0",)),
+    "views between": (views_between, ("a",)),
     "functional": (
-        lambda: Wired(
+        lambda: wired(
             lambda net, x: net.b(F.layer_norm(input=net.a(x), normalized_shape=(4,))),
             a=nn.Linear(3, 4),
             b=nn.Linear(4, 2),
         ),
-        (3,),
         ("a",),
     ),
     "wrapped": (
-        lambda: nn.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))),
-        (3,),
+        lambda: (nn.DataParallel(vector_net(nn.Linear(3, 4), nn.BatchNorm1d(4))[0]), (3,)),
         ("module.0",),
     ),
-    "normalised at both uses": (
-        lambda: Wired(
-            lambda net, x: net.b(net.norm(net.a(net.norm(net.a(x))))),
-            a=nn.Linear(3, 3),
-            norm=nn.LayerNorm(3),
-            b=nn.Linear(3, 2),
-        ),
-        (3,),
-        ("a",),
-    ),
-    "relu between": (lambda: image_net(conv(), nn.ReLU(), nn.BatchNorm2d(4)), IMAGE, ()),
-    "in-place relu between": (lambda: image_net(conv(), nn.ReLU(inplace=True), nn.BatchNorm2d(4)), IMAGE, ()),
-    "normalised at one of two uses": (
-        lambda: Wired(
-            lambda net, x: net.b(net.a(net.norm(net.a(x)))), a=nn.Linear(3, 3), norm=nn.LayerNorm(3), b=nn.Linear(3, 2)
-        ),
-        (3,),
-        (),
-    ),
-    "also read by a shortcut": (
-        lambda: Wired(
-            lambda net, x: net.b((lambda z: net.norm(z) + z)(net.a(x))),
-            a=nn.Linear(3, 4),
-            norm=nn.LayerNorm(4),
-            b=nn.Linear(4, 2),
-        ),
-        (3,),
-        (),
-    ),
-    "behind a residual sum": (
-        lambda: Wired(
-            lambda net, x: net.b(net.norm(x + net.a(x))), a=nn.Linear(3, 3), norm=nn.LayerNorm(3), b=nn.Linear(3, 2)
-        ),
-        (3,),
-        (),
-    ),
-    "a part of the output": (
-        lambda: Wired(heads, qkv=nn.Linear(3, 12), out=nn.Linear(4, 2)),
-        (3,),
-        (),
-    ),
-    "a block with the name of a norm": (
-        lambda: nn.Sequential(nn.Linear(3, 3), ConvBatchNorm(nn.Linear(3, 4), nn.ReLU()), nn.Linear(4, 2)),
-        (3,),
-        (),
-    ),
-    "a transformer": (lambda: transformer(), (5, 4), ()),
-    "none": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), (3,), ()),
+    "both uses": (lambda: wired(lambda net, x: net.b(net.norm(net.a(net.norm(net.a(x))))), **a_norm_b()), ("a",)),
 }
-
-
-def transformer() -> nn.Module:
-    block = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    return Wired(lambda net, x: net.out(net.block(x).mean(1)), block=block, out=nn.Linear(4, 2))
+NOT_NORMALISED: dict[str, Any] = {
+    "weights that are computed": lambda: vector_net(weight_norm(nn.Linear(3, 4)), nn.LayerNorm(4)),
+    "relu between": lambda: image_net(conv(), nn.ReLU(), nn.BatchNorm2d(4)),
+    "in-place relu between": lambda: image_net(conv(), nn.ReLU(inplace=True), nn.BatchNorm2d(4)),
+    "one of two uses": lambda: wired(lambda net, x: net.b(net.a(net.norm(net.a(x)))), **a_norm_b()),
+    "also read by a shortcut": lambda: wired(
+        lambda net, x: net.b((lambda z: net.norm(z) + z)(net.a(x))), **a_norm_b(4)
+    ),
+    "behind a residual sum": lambda: wired(lambda net, x: net.b(net.norm(x + net.a(x))), **a_norm_b()),
+    "a part of the output": lambda: wired(heads, qkv=nn.Linear(3, 12), out=nn.Linear(4, 2)),
+    "a block with the name of a norm": lambda: vector_net(nn.Linear(3, 3), ConvBatchNorm(nn.Linear(3, 4), nn.ReLU())),
+    "a transformer": transformer,
+    "none": lambda: vector_net(nn.Linear(3, 4), nn.Tanh()),
+}
+CASES = {**NORMALISED, **{name: (make, ()) for name, make in NOT_NORMALISED.items()}}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_layers_directly_before_a_normalisation(name: str) -> None:
-    make, shape, expected = CASES[name]
+    make, expected = CASES[name]
+    shape: tuple[int, ...] = ()
 
     def ready() -> nn.Module:
-        network = make()
+        nonlocal shape
+        network, shape = make()
         with torch.no_grad():
             network.eval()(torch.zeros(1, *shape))  # gives lazy layers their shape
         return network

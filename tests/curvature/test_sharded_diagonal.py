@@ -3,10 +3,12 @@
 With sharded weights it runs in `tests/callbacks/test_fsdp_laplace.py`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers.networks import Wired
 from helpers.options import estimate_of
 from helpers.synchronisation import NoSynchronisation
 from torch import Tensor, nn
@@ -87,63 +89,37 @@ def test_it_is_the_ordinary_diagonal(case: str, curvature: str, likelihood: Like
     assert all(p.grad is None for p in net.parameters())
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.same = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.same(torch.tanh(self.same(x)))
-
-
-class Merged(nn.Module):
-    """Positions as rows of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mix(x.reshape(-1, 3)).reshape(len(x), -1, 3).mean(1)
-
-
-class TimeFirst(nn.Module):
-    """As many positions as examples, and those first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mix(x.transpose(0, 1)).mean(0)
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.scale = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x) * self.scale
-
-
 def tied() -> nn.Module:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     net[1].weight = net[0].weight
     return net
 
 
-@pytest.mark.parametrize(
-    ("make", "shape", "message"),
-    [
-        (Twice, (4, 3), "same runs more than once for one input"),
-        (Merged, (4, 5, 3), "mix has an input with 20 rows for 4 examples"),
-        (TimeFirst, (4, 4, 3), "mix has rows of several examples"),
-        (Scaled, (4, 3), "scale belongs to a Scaled, but a sharded network"),
-        (tied, (4, 3), "1.weight is the same parameter as 0.weight"),
-    ],
-)
-def test_what_has_no_rule_is_refused_by_name(make: Any, shape: tuple[int, ...], message: str) -> None:
+REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "same runs more than once for one input": (
+        lambda: Wired(lambda s, x: s.same(torch.tanh(s.same(x))), same=nn.Linear(3, 3)),
+        (4, 3),
+    ),
+    "mix has an input with 20 rows for 4 examples": (
+        lambda: Wired(lambda s, x: s.mix(x.reshape(-1, 3)).reshape(len(x), -1, 3).mean(1), mix=nn.Linear(3, 3)),
+        (4, 5, 3),
+    ),
+    # As many positions as examples, and those first.
+    "mix has rows of several examples": (
+        lambda: Wired(lambda s, x: s.mix(x.transpose(0, 1)).mean(0), mix=nn.Linear(3, 3)),
+        (4, 4, 3),
+    ),
+    "scale belongs to a Wired, but a sharded network": (
+        lambda: Wired(lambda s, x: s.head(x) * s.scale, head=nn.Linear(3, 3), scale=nn.Parameter(torch.ones(3))),
+        (4, 3),
+    ),
+    "1.weight is the same parameter as 0.weight": (tied, (4, 3)),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_has_no_rule_is_refused_by_name(message: str) -> None:
+    make, shape = REFUSED[message]
     net = make()
 
     def fit() -> None:

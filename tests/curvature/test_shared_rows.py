@@ -4,6 +4,7 @@ and without a gradient for each example."""
 import logging
 from typing import Any
 
+import oracles
 import pytest
 import torch
 from helpers.networks import made
@@ -45,19 +46,11 @@ class Reader(nn.Module):
         return self.head(torch.tanh(self.norm(z)).mean(1))
 
 
-def jacobian(network: nn.Module) -> tuple[Tensor, Tensor]:
-    """# [N, C, P], [N, C]"""
-    f, parameters = network(IDS), list(network.parameters())
-    rows = [torch.autograd.grad(out, parameters, retain_graph=True) for out in f.flatten()]
-    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).reshape(*f.shape, -1), f.detach()
-
-
 @pytest.mark.parametrize("form", ["[T]", "[1, T]", "first"])
 def test_shared_rows_are_exact(form: str, caplog: pytest.LogCaptureFixture) -> None:
     network: Any = made(lambda: Reader(form))
-    J, f = jacobian(network)
-    p = f.softmax(1)
-    H = torch.einsum("nap,nab,nbq->pq", J, torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1), J)
+    f = network(IDS)
+    J, H = oracles.jacobian_of(f, network), oracles.ggn_of_classes(f, network)
     loader = [(IDS[:5], Y[:5]), (IDS[5:6], Y[5:6]), (IDS[6:], Y[6:])]
     full, diag = (fit_laplace(network, loader, structure=structure) for structure in ("full", "diag"))
     torch.testing.assert_close(full.curvature.structure.to_dense(), H)
@@ -65,7 +58,7 @@ def test_shared_rows_are_exact(form: str, caplog: pytest.LogCaptureFixture) -> N
     covariance = J @ torch.linalg.inv(H + torch.eye(len(H))) @ J.mT
     torch.testing.assert_close(full.functional(IDS)[1], covariance)
     # One example owns all of its rows, so that batches of one have the blocks that any batches must have.
-    with caplog.at_level(logging.INFO, "lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         kron = fit_laplace(network, loader)
     alone = fit_laplace(network, [(IDS[n : n + 1], Y[n : n + 1]) for n in range(7)])
     if form != "first":

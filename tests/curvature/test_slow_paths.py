@@ -39,9 +39,9 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_backward_pass_that_cannot_be_batched(caplog: pytest.LogCaptureFixture) -> None:
     example = case(custom(Numpy))
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         for _ in range(2):
-            H = fit_curvature(example.network, example.loader(2, 2), structure="full").structure.to_dense()
+            H = example.fit("full", 2, 2).structure.to_dense()
     (message,) = messages(caplog)
     assert "with Numpy" in message
     torch.testing.assert_close(H, oracles.ggn(example), **TIGHT)
@@ -54,7 +54,7 @@ def test_a_recurrent_layer_without_vmap(caplog: pytest.LogCaptureFixture) -> Non
         head=nn.Linear(2, 3),
     ).double()
     example = case(network)
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         for _ in range(2):
             H = fit_curvature(network, example.loader(2, 2), structure="full").structure.to_dense()
     (message,) = messages(caplog)
@@ -69,7 +69,7 @@ def make_op(function: Callable[[Tensor], Tensor]) -> Op:
 
 def test_columns_through_an_operation_that_cannot_be_batched(caplog: pytest.LogCaptureFixture) -> None:
     op, S = make_op(Numpy.apply), real(5, 2, 3)
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         for _ in range(2):
             (columns,) = op.pull_many([S], op.tracked)
     (message,) = messages(caplog)
@@ -79,7 +79,7 @@ def test_columns_through_an_operation_that_cannot_be_batched(caplog: pytest.LogC
 
 def test_an_operator_without_forward_mode(caplog: pytest.LogCaptureFixture) -> None:
     posterior = fit_laplace(custom(Cubed), [(real(4, 3), real(4, 3))], Gaussian(0.5), structure="diag")
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         for _ in range(2):
             sample_functions(posterior, real(4, 3), 2)
     (message,) = messages(caplog)
@@ -112,7 +112,7 @@ def test_out_of_memory_in_a_batched_backward_pass(raiser: Callable[..., Any], mo
     example, op = case(nn.Linear(3, 3).double()), make_op(torch.Tensor.tanh)
     monkeypatch.setattr(torch.autograd, "grad", only_batched(raiser))
     with pytest.raises(RuntimeError, match=r"out of memory|can't allocate"):
-        fit_curvature(example.network, example.loader())
+        example.fit("kron")
     with pytest.raises(RuntimeError, match=r"out of memory|can't allocate"):
         op.pull_many([real(5, 2, 3)], op.tracked)
 
@@ -121,7 +121,7 @@ def test_out_of_memory_in_vmap(raiser: Callable[..., Any], monkeypatch: pytest.M
     example = case(Wired(lambda s, x: x * s.scale.exp(), scale=nn.Parameter(torch.rand(3, dtype=torch.float64))))
     monkeypatch.setattr("lightning_bayes.jacobian.gradients.vmap", raiser)
     with pytest.raises(RuntimeError, match=r"out of memory|can't allocate"):
-        fit_curvature(example.network, example.loader())
+        example.fit("kron")
 
 
 @pytest.mark.parametrize("place", ["jvp", "torch.autograd.grad"])

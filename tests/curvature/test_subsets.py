@@ -6,13 +6,13 @@ import oracles
 import pytest
 import torch
 from networks import CASES, OUTPUTS, Case, N, Wired, real
+from oracles import close
 from torch import Tensor, nn
 
 from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.likelihoods import Categorical
 from lightning_bayes.network import SubsetError
 
-TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 STRUCTURES = ["full", "diag", "kron"]
 CURVATURES = ["ggn", "fisher_mc", "empirical_fisher"]
 LAST = {
@@ -33,37 +33,15 @@ LAST = {
 }
 
 
-def places(network: nn.Module, names: list[str]) -> Tensor:
-    """Of these parameters in the concatenation of all."""
-    sizes, start = [], 0
-    for name, p in network.named_parameters():
-        if name in names:
-            sizes.append(torch.arange(start, start + p.numel()))
-        start += p.numel()
-    return torch.cat(sizes)
-
-
-@pytest.mark.parametrize("name", LAST)
-def test_last_layer_is_its_block_of_the_whole(name: str) -> None:
-    case = CASES[name]()
-    expected = oracles.ggn(case, LAST[name])
-    fitted = fit_curvature(case.network, case.loader(), case.likelihood, "full", subset="last_layer")
-    assert list(fitted.subset.names) == LAST[name]
-    torch.testing.assert_close(fitted.structure.to_dense(), expected, **TIGHT)
-    diagonal = fit_curvature(case.network, case.loader(), case.likelihood, "diag", subset="last_layer")
-    torch.testing.assert_close(diagonal.structure.diagonal(), expected.diagonal(), **TIGHT)
-
-
 @pytest.mark.parametrize("curvature", CURVATURES)
 @pytest.mark.parametrize("name", ["mlp", "deep_cnn", "transformer", "segmentation"])
 def test_kronecker_last_layer_is_its_block_of_the_whole(name: str, curvature: str) -> None:
     case = CASES[name]()
     whole, last = (
-        fit_curvature(case.network, case.loader(), case.likelihood, "kron", subset, curvature).structure.to_dense()
-        for subset in ("all", "last_layer")
+        case.fit("kron", subset=subset, curvature=curvature).structure.to_dense() for subset in ("all", "last_layer")
     )
-    rows = places(case.network, LAST[name])
-    torch.testing.assert_close(last, whole[rows.unsqueeze(-1), rows], **TIGHT)
+    rows = oracles.places(case.network, LAST[name])
+    close(last, oracles.block(whole, rows))
 
 
 def test_last_layer_is_found_behind_a_log_softmax() -> None:
@@ -72,7 +50,7 @@ def test_last_layer_is_found_behind_a_log_softmax() -> None:
     fitted = fit_curvature(network, case.loader(), structure="full", subset="last_layer")
     assert fitted.subset.names == ("0.2.weight", "0.2.bias")
     # Normalised logits are the same model: same curvature.
-    torch.testing.assert_close(fitted.structure.to_dense(), oracles.ggn(case, ["2.weight", "2.bias"]), **TIGHT)
+    close(fitted.structure.to_dense(), oracles.ggn(case, ["2.weight", "2.bias"]))
 
 
 def test_last_layer_is_the_last_one_that_the_output_depends_on() -> None:
@@ -105,7 +83,7 @@ def test_last_layer_sends_no_gradient_into_the_rest(structure: str, curvature: s
     found = fit_curvature(blocked, case.loader(), structure=structure, subset="last_layer", curvature=curvature)
     features = first(case.x).tanh().detach()
     alone = fit_curvature(head, [(features, case.y)], structure=structure, curvature=curvature)
-    torch.testing.assert_close(found.structure.to_dense(), alone.structure.to_dense(), **TIGHT)
+    close(found.structure.to_dense(), alone.structure.to_dense())
 
 
 def test_network_without_a_layer_at_its_end_is_told_so() -> None:
@@ -135,16 +113,18 @@ NAMED: dict[str, tuple[str, list[str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("which", NAMED)
-def test_named_parameters_are_their_part_of_the_whole(which: str) -> None:
-    name, wanted, names = NAMED[which]
+CHOSEN: dict[str, tuple[str, Any, list[str]]] = {
+    **{f"last layer of {name}": (name, "last_layer", names) for name, names in LAST.items()},
+    **NAMED,
+}
+
+
+@pytest.mark.parametrize("which", CHOSEN)
+def test_chosen_parameters_are_their_part_of_the_whole(which: str) -> None:
+    name, wanted, names = CHOSEN[which]
     case = CASES[name]()
-    expected = oracles.ggn(case, names)
-    full = fit_curvature(case.network, case.loader(), structure="full", subset=wanted)
-    assert list(full.subset.names) == names
-    torch.testing.assert_close(full.structure.to_dense(), expected, **TIGHT)
-    diagonal = fit_curvature(case.network, case.loader(), structure="diag", subset=wanted)
-    torch.testing.assert_close(diagonal.structure.diagonal(), expected.diagonal(), **TIGHT)
+    fitted = oracles.check_exact(case, oracles.ggn(case, names), subset=wanted)
+    assert list(fitted.subset.names) == names
 
 
 @pytest.mark.parametrize("which", NAMED)
@@ -152,12 +132,9 @@ def test_named_kronecker_blocks_are_those_of_the_whole(which: str) -> None:
     name, wanted, names = NAMED[which]
     case = CASES[name]()
     case.network.requires_grad_(True)
-    whole, part = (
-        fit_curvature(case.network, case.loader(), structure="kron", subset=subset).structure.to_dense()
-        for subset in ("all", wanted)
-    )
-    rows = places(case.network, names)
-    torch.testing.assert_close(part, whole[rows.unsqueeze(-1), rows], **TIGHT)
+    whole, part = (case.fit("kron", subset=subset).structure.to_dense() for subset in ("all", wanted))
+    rows = oracles.places(case.network, names)
+    close(part, oracles.block(whole, rows))
 
 
 def test_module_name_is_not_the_beginning_of_another() -> None:
@@ -173,19 +150,15 @@ SUBNETWORKS = ["mlp", "deep_cnn", "transformer", "embedding", "lstm", "bare_para
 @pytest.mark.parametrize("name", SUBNETWORKS)
 def test_subnetwork_is_its_rows_and_columns_of_the_whole(name: str, curvature: str) -> None:
     case = CASES[name]()
-    options: dict[str, Any] = {"likelihood": case.likelihood, "curvature": curvature}
-    whole = fit_curvature(case.network, case.loader(), structure="full", **options).structure.to_dense()
+    whole = case.fit("full", curvature=curvature).structure.to_dense()
     mask = torch.rand(len(whole)) < 0.4
     index = mask.nonzero().squeeze(1)
     shuffled = torch.cat([index.flip(0), index[:2]])  # in no order, and some twice
     weights = torch.cat([p.detach().flatten() for p in case.network.parameters() if p.requires_grad])
     for chosen in (mask, index, shuffled):
-        full = fit_curvature(case.network, case.loader(1, 3), structure="full", subset=chosen, **options)
-        torch.testing.assert_close(full.structure.to_dense(), whole[index.unsqueeze(-1), index], **TIGHT)
-        assert torch.equal(full.subset.flatten(case.network), weights[mask])
-        assert full.subset.size == len(index)
-        diagonal = fit_curvature(case.network, case.loader(1, 3), structure="diag", subset=chosen, **options)
-        torch.testing.assert_close(diagonal.structure.diagonal(), whole.diagonal()[mask], **TIGHT)
+        fitted = oracles.check_exact(case, oracles.block(whole, index), 1, 3, subset=chosen, curvature=curvature)
+        assert torch.equal(fitted.subset.flatten(case.network), weights[mask])
+        assert fitted.subset.size == len(index)
 
 
 def test_subnetwork_of_one_layer_needs_no_gradient_of_the_others() -> None:
@@ -194,12 +167,12 @@ def test_subnetwork_of_one_layer_needs_no_gradient_of_the_others() -> None:
     blocked = Wired(lambda s, x: s.head(NoWayBack.apply(s.first(x))), first=first, head=head)
     fitted = fit_curvature(blocked, case.loader(), structure="full", subset=torch.tensor([17, 30]))
     expected = oracles.ggn(case)[[17, 30]][:, [17, 30]]
-    torch.testing.assert_close(fitted.structure.to_dense(), expected, **TIGHT)
+    close(fitted.structure.to_dense(), expected)
 
 
 def test_flat_vector_is_the_parameters_in_order() -> None:
     case = CASES["transformer"]()
-    subset = fit_curvature(case.network, case.loader(), structure="diag").subset
+    subset = case.fit("diag").subset
     named = dict(case.network.named_parameters())
     assert torch.equal(subset.flatten(case.network), torch.cat([p.detach().flatten() for p in named.values()]))
     owners = [subset.layers[i] for i in subset.layer_index.tolist()]
@@ -211,7 +184,7 @@ def test_flat_vector_is_the_parameters_in_order() -> None:
 def test_parameters_that_the_output_does_not_depend_on_have_zero_curvature() -> None:
     case = CASES["dead_layer"]()
     for structure in STRUCTURES:
-        H = fit_curvature(case.network, case.loader(), structure=structure).structure.to_dense()
-        dead = places(case.network, ["dead.weight", "dead.bias", "unused.weight", "unused.bias"])
+        H = case.fit(structure).structure.to_dense()
+        dead = oracles.places(case.network, ["dead.weight", "dead.bias", "unused.weight", "unused.bias"])
         assert not H[dead].any()
         assert H[-OUTPUTS:, -OUTPUTS:].any()

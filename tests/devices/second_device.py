@@ -53,7 +53,7 @@ def load() -> str:
 def variant(float64: bool = True, tf32: bool = False) -> Iterator[None]:
     """What the package has learnt of the device before is forgotten."""
     from lightning_bayes.metrics.functional.statistics import accumulation_dtype
-    from lightning_bayes.network.accumulation import float64_device
+    from lightning_bayes.network.float64 import float64_device
 
     known = (float64_device, accumulation_dtype)
     torch.ops.second_device.set_variant(not float64, tf32)

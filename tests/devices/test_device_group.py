@@ -17,7 +17,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from second_device import load
 
 from lightning_bayes import (
-    GP,
     L2MCallback,
     LaplaceCallback,
     MarginalLikelihoodCallback,
@@ -51,7 +50,6 @@ FITS: dict[str, dict[str, Any]] = {
     **{structure: {"structure": structure} for structure in STRUCTURES},
     "labels that are drawn": {"curvature": "fisher_mc"},
     "points": {"gp": 5},
-    "points by leverage": {"gp": GP(points=5, selection="leverage")},
     "subnetwork": {"subset": Subnetwork(7)},
 }
 METHODS: dict[str, Any] = {

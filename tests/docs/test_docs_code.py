@@ -126,7 +126,7 @@ def test_structures() -> None:
 
 
 def test_curvature(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         names = run_page(DOCS / "curvature.md")
     H, x = names["H"], names["x"]
     squares = jacobian(names["network"], x).square().sum((0, 1))  # no more than one layer above

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +21,16 @@ def untouched(*networks: nn.Module) -> Iterator[None]:
         yield
     finally:
         assert_same(before, [snapshot(network) for network in networks])
+
+
+@contextmanager
+def refused(network: nn.Module, error: type[Exception], match: str) -> Iterator[None]:
+    """Check that the code inside raises `error`, and that no weight has changed."""
+    before = {name: p.detach().clone() for name, p in network.named_parameters()}
+    with pytest.raises(error, match=match):
+        yield
+    for name, p in network.named_parameters():  # the Trainer may have changed the dtype
+        assert torch.equal(p.to(before[name].dtype), before[name]), name
 
 
 def snapshot(network: nn.Module) -> dict[str, Any]:

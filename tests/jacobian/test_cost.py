@@ -77,7 +77,7 @@ def test_auto_takes_the_last_layer_where_predictions_are_expensive(caplog: pytes
     wide = [nn.Linear(16 * 16, 4000), nn.Tanh(), nn.Linear(4000, 60)]  # more than a million weights
     network = nn.Sequential(*CONVOLUTIONS, nn.Flatten(), *wide)
     x = torch.randn(6, 3, 8, 8)
-    with caplog.at_level(logging.INFO, "lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         posterior = fit_laplace(network, [(x, torch.randint(60, (6,)))], subset="auto")
     assert posterior.subset.names == ("8.weight", "8.bias")
     assert "set subset='all'" in caplog.text

@@ -30,6 +30,7 @@ def _data() -> dict[str, tuple[Tensor, ...]]:
         "classification": (probs, target),
         "dense": (pixels, torch.randint(4, (N, 2, 3), generator=generator)),
         "regression": (mean, variance, mean + 1.5 * variance.sqrt() * randn(N, 2)),
+        "heavy tails": (mean, variance, mean + 1.5 * variance.sqrt() * randn(N, 2), 2 + 3 * randn(N, 2).exp()),
         "score": (score, label),
     }
 
@@ -53,7 +54,9 @@ def _case(
     metric: type, twin: Callable[..., Any], data: str, only_metric: dict[str, Any] | None = None, **shared: Any
 ) -> Case:
     options = {**shared, **(only_metric or {})}
-    name = metric.__name__ + "".join(f"-{value}" for value in (*options.values(), *["dense"] * (data == "dense")))
+    name = metric.__name__ + "".join(
+        f"-{value}" for value in (*options.values(), *[data] * (data in ("dense", "heavy tails")))
+    )
     return Case(name, lambda: metric(**options), lambda *inputs: twin(*inputs, **shared), data)
 
 
@@ -87,11 +90,17 @@ CASES = [
             (metrics.CalibrationError, F.calibration_error),
         )
     ),
-    _case(metrics.GaussianNLL, F.gaussian_nll, "regression"),
-    _case(metrics.GaussianCRPS, F.gaussian_crps, "regression"),
-    _case(metrics.IntervalCoverage, F.interval_coverage, "regression", level=0.8),
-    _case(metrics.IntervalWidth, F.interval_width, "regression", level=0.8),
-    _case(metrics.RegressionCalibrationError, F.regression_calibration_error, "regression", n_bins=10, norm="l2"),
+    *(
+        _case(metric, twin, data, **settings)
+        for data in ("regression", "heavy tails")
+        for metric, twin, settings in (
+            (metrics.GaussianNLL, F.gaussian_nll, {}),
+            (metrics.GaussianCRPS, F.gaussian_crps, {}),
+            (metrics.IntervalCoverage, F.interval_coverage, {"level": 0.8}),
+            (metrics.IntervalWidth, F.interval_width, {"level": 0.8}),
+            (metrics.RegressionCalibrationError, F.regression_calibration_error, {"n_bins": 10, "norm": "l2"}),
+        )
+    ),
     _case(metrics.OODDetection, F.ood_detection, "score"),
     _case(metrics.OODDetection, F.ood_detection, "score", resolution=16, score_range=(-4.0, 4.0)),
     _case(metrics.RiskCoverage, F.risk_coverage, "score"),

@@ -4,7 +4,7 @@ The loss is linear in log σ, so that its gradient does not depend on its value:
 learning rate `m` times as large moves it `m` times as far at every step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_bayes.mixins.gaussian_weights import LogSigma
 from lightning_bayes.mixins.multiplier import LogSigmaMultiplierMixin
 
 Configure = Callable[[Any], Any]
@@ -29,23 +30,10 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), batch_size=4)
 
 
-class LogSigma(nn.Module):
+def log_sigma_of(module: nn.Module) -> LogSigma:
     """One parameter for each weight, by the weight's dotted name."""
-
-    def __init__(self, weights: dict[str, nn.Parameter]) -> None:
-        super().__init__()
-        self._names = {name: name.replace(".", "-") for name in weights}
-        for seed, (name, weight) in enumerate(weights.items()):
-            self.register_parameter(self._names[name], nn.Parameter(0.1 * draw(*weight.shape, seed=seed)))
-
-    def __getitem__(self, name: str) -> nn.Parameter:
-        return self.get_parameter(self._names[name])
-
-    def keys(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def items(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, self[name]) for name in self._names)
+    weights = enumerate(module.named_parameters())
+    return LogSigma({name: 0.1 * draw(*weight.shape, seed=seed) for seed, (name, weight) in weights})
 
 
 def adam(module: Any, **options: Any) -> torch.optim.Optimizer:
@@ -59,7 +47,7 @@ class Plain(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-        self.log_sigma = LogSigma(dict(self.named_parameters()))
+        self.log_sigma = log_sigma_of(self)
         self.configure = configure
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -108,8 +96,8 @@ def moves(folder: Path, module: L.LightningModule, **arguments: Any) -> dict[str
 
 
 def weight_of(name: str) -> str | None:
-    """`net.0.bias` for `log_sigma.net-0-bias`; None for a weight."""
-    return name.removeprefix("log_sigma.").replace("-", ".") if name.startswith("log_sigma.") else None
+    """`net.0.bias` for `log_sigma.net/0/bias`; None for a weight."""
+    return name.removeprefix("log_sigma.").replace("/", ".") if name.startswith("log_sigma.") else None
 
 
 def same_moves(found: dict[str, Tensor], plain: dict[str, Tensor], multiplier: Callable[[str], float]) -> None:

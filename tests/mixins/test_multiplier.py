@@ -9,12 +9,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from multiplier_cases import (
-    LogSigma,
     Multiplied,
     Plain,
     adam,
     draw,
     loader,
+    log_sigma_of,
     moves,
     same_moves,
     trainer,
@@ -24,8 +24,6 @@ from multiplier_cases import (
 from torch import Tensor, nn
 
 from lightning_bayes.mixins.multiplier import LogSigmaMultiplierMixin, OptimizerError, add_missing, multipliers
-
-pytestmark = pytest.mark.filterwarnings("ignore:log σ can move")
 
 
 def net_only(module: Any) -> torch.optim.Optimizer:
@@ -231,7 +229,7 @@ class Configurable(L.LightningModule):
     def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2)).double()
-        self.log_sigma = LogSigma(dict(self.named_parameters()))
+        self.log_sigma = log_sigma_of(self)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch

@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 from lightning_bayes.mixins.multiplier import BOUND
 
 TOO_SHORT = "log σ can move by at most"
+pytestmark = pytest.mark.filterwarnings(f"error:{TOO_SHORT}")
 ENOUGH = 1000.0  # a multiplier with which nothing is out of reach
 
 
@@ -52,7 +53,6 @@ def test_a_limited_number_of_steps(tmp_path: Path) -> None:
     assert summed(run) == pytest.approx(expected(record), rel=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_resumed_run_sums_on(tmp_path: Path) -> None:
     """The checkpoint keeps the sum; one that has none, of an older version, is never said to be too short."""
 

@@ -21,11 +21,6 @@ from torch.optim import lr_scheduler
 
 from lightning_bayes.mixins.multiplier import split
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:log σ can move"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),  # the callback that kept it
-]
-
 PATTERNS = {"net.0.*": 3.0, "*": 10.0}
 
 

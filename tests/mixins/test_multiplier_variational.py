@@ -18,11 +18,6 @@ from lightning_bayes.mixins import (
     replace_activations,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:log σ can move"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
-
 
 class LitNet(L.LightningModule):
     """What a user has: an optimizer for the network's own weights, and a schedule."""

@@ -13,12 +13,6 @@ from variational_cases import VI, VL, Lit, dataset, options, trainer
 from lightning_bayes import Gaussian
 from lightning_bayes.mixins import LogSigmaMultiplierMixin, OptionError, VariationalLaplaceMixin
 
-# Lightning's notices that a new Trainer has no ModelCheckpoint, or one that writes elsewhere.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
-]
-
 
 class Both(LogSigmaMultiplierMixin, VariationalLaplaceMixin, Lit):
     def configure_optimizers(self) -> Any:

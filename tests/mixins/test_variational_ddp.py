@@ -22,9 +22,7 @@ from lightning_bayes.mixins.variational_inference import new_generator
 from lightning_bayes.mixins.variational_laplace import draw_labels
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`"),
     pytest.mark.filterwarnings("ignore:.*in eval mode"),
-    pytest.mark.filterwarnings("ignore:log σ can move"),
 ]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.tensors import real as draw
+from helpers.untouched import refused
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -235,12 +236,10 @@ def test_an_exception_in_the_second_pass_leaves_nothing_changed(method: str) -> 
     module = vl("residual", method=method)
     module.net.append(Breaks())  # type: ignore[operator]
     batch = images(6), targets("classification", 6)
-    before = {name: p.detach().clone() for name, p in module.named_parameters()}
     after_one = vl("residual")
     after_one.net(batch[0])
-    with pytest.raises(RuntimeError, match="out of luck"):
+    with refused(module, RuntimeError, "out of luck"):
         module.training_step(batch, 0)
-    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
     expected = dict(after_one.net.named_buffers())
     assert all(torch.equal(b, expected[name]) for name, b in module.net.named_buffers())
     assert not module._forward_hooks

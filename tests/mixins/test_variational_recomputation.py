@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.untouched import refused
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from variational_cases import Lit, gradients, images, options, spread, targets
@@ -101,11 +102,9 @@ def test_reentrant_checkpointing_is_refused_and_nothing_is_left_behind(mixin: ty
     """Without a refusal, the layers inside would silently have no gradient but that of the KL divergence."""
     module = type("Bayes", (mixin, Checkpointed), {})(variational=options()).double()
     module.reentrant = True
-    before = {name: p.detach().clone() for name, p in module.named_parameters()}
     apply = CheckpointFunction.apply
-    with pytest.raises(StepError, match=r"reentrant activation checkpointing hides its layers.*entrant=False"):
+    with refused(module, StepError, r"reentrant activation checkpointing hides its layers.*entrant=False"):
         module.training_step((images(6).requires_grad_(trained_input), targets("classification", 6)), 0)
-    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
     assert not any(m._forward_hooks for m in module.modules())
     assert CheckpointFunction.apply == apply
     module.nll(module(images(6).requires_grad_()), targets("classification", 6)).backward()  # outside it is torch's

@@ -87,10 +87,10 @@ CASES: dict[type, Case] = {
     MAP: Case(predictive_option, {}, "map"),
     GP: Case(
         predictive_option,
-        {"points": 1000, "selection": "random", "outputs": "auto", "link": None, "samples": 100},
+        {"points": 1000, "outputs": "auto", "link": None, "samples": 100},
         "gp",
-        {"points": None, "selection": "leverage", "outputs": "joint", "link": "mc", "samples": 5},
-        DRAWS | {"points": COUNTS, "selection": ("first", None), "outputs": ("all", None), "link": (3, True)},
+        {"points": None, "outputs": "joint", "link": "mc", "samples": 5},
+        DRAWS | {"points": COUNTS, "outputs": ("all", None), "link": (3, True)},
     ),
     Prior: Case(
         prior_option,

@@ -186,11 +186,12 @@ def test_the_decision_map_shows_classes_uncertainties_and_data() -> None:
     assert len(figure.axes) == 5  # three panels, two colour bars
 
 
-def test_the_regression_calibration_curve_shows_levels_and_the_error() -> None:
-    figure, ax = plots.regression_calibration_curve(MEAN, VARIANCE, OBSERVED, n_bins=8, norm="max")
-    expected, observed = F.regression_calibration_curve(MEAN, VARIANCE, OBSERVED, n_bins=8)
+@pytest.mark.parametrize("df", [None, torch.full_like(MEAN, 3.0)], ids=["Gaussian", "Student-t"])
+def test_the_regression_calibration_curve_shows_levels_and_the_error(df: Tensor | None) -> None:
+    figure, ax = plots.regression_calibration_curve(MEAN, VARIANCE, OBSERVED, df, n_bins=8, norm="max")
+    expected, observed = F.regression_calibration_curve(MEAN, VARIANCE, OBSERVED, df, n_bins=8)
     np.testing.assert_allclose(ax.lines[0].get_xydata()[1:-1], torch.stack([expected, observed], dim=1))
-    error = float(F.regression_calibration_error(MEAN, VARIANCE, OBSERVED, n_bins=8, norm="max"))
+    error = float(F.regression_calibration_error(MEAN, VARIANCE, OBSERVED, df, n_bins=8, norm="max"))
     assert f"largest gap = {error:.4f}" in texts(figure)
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_bayes import GP, LaplacePosterior, Prior, fit_laplace
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
-from lightning_bayes.posterior import function_space
+from lightning_bayes.posterior import function_space, jacobian_factors
 from lightning_bayes.structures import Diagonal
 
 N, C = 23, 3
@@ -96,7 +96,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a subnetwork": {"subset": torch.tensor([0, 3, 7, 11, 20, 30, 40, 45])},
     "some parameters": {"subset": ["0.weight", "3.bias"]},
     "the last layer": {"subset": "last_layer"},
-    "leverage": {"gp": GP(points=None, selection="leverage", outputs="joint")},
     "more points than there are": {"gp": GP(points=1000, outputs="joint")},
     "one prior for each weight": {"prior_precision": torch.linspace(0.1, 2, 48).double()},
 }
@@ -182,8 +181,8 @@ def test_batches_and_pieces_of_any_size_give_the_same(monkeypatch: pytest.Monkey
     expected = covariance(posterior, x)
     for n in range(len(x)):
         torch.testing.assert_close(covariance(posterior, x[n : n + 1]), expected[n : n + 1])
-    monkeypatch.setattr(function_space, "MEMORY", 1)
-    monkeypatch.setattr(function_space, "_HELD", 1)
+    monkeypatch.setattr(jacobian_factors, "MEMORY", 1)
+    monkeypatch.setattr(jacobian_factors, "HELD", 1)
     again = replace(posterior)
     torch.testing.assert_close(covariance(again, x), expected, rtol=1e-9, atol=1e-12)
 
@@ -236,7 +235,7 @@ def test_networks_that_mix_and_sort_rows(make: Any, monkeypatch: pytest.MonkeyPa
     other = torch.randn(6, 3, 2, generator=torch.Generator().manual_seed(1)).double()
     expected = posterior.functional(other)[1]
     torch.testing.assert_close(covariance(posterior, other), expected, rtol=1e-8, atol=1e-10)
-    monkeypatch.setattr(function_space, "MEMORY", 500)  # a few examples at a time, whose layers have other forms
+    monkeypatch.setattr(jacobian_factors, "MEMORY", 500)  # a few examples at a time, whose layers have other forms
     torch.testing.assert_close(covariance(replace(posterior), other), expected, rtol=1e-8, atol=1e-10)
 
 

@@ -64,6 +64,7 @@ def test_error_bars_of_the_tutorials_one_dimensional_example() -> None:
 
 
 @pytest.mark.parametrize("prior_groups", [None, "layers"])
+@pytest.mark.filterwarnings("ignore:tuning stopped at the bound")
 def test_a_convolutional_network_on_digits_comes_to_the_optimum(
     prior_groups: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -80,7 +81,7 @@ def test_a_convolutional_network_on_digits_comes_to_the_optimum(
     trained(network, x, y, F.cross_entropy, 60)
     batches = [(x[:70], y[:70]), (x[70:], y[70:])]
     posterior = fit_laplace(network, batches, "classification")
-    with caplog.at_level(logging.INFO, "lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         tuned = posterior.tune_prior(
             Tuning("linear", groups=prior_groups, tolerance=1e-6, iterate=True, passes=2000), batches
         )

@@ -118,10 +118,7 @@ def assert_plain(state: Any) -> None:
 def test_every_kind_of_layer_is_stored(tmp_path: Path, name: str, structure: str) -> None:
     problem = case(name)
     posterior = fit_laplace(problem.network, problem.loader(), problem.likelihood, structure=structure)
-    posterior.save(tmp_path / "posterior.pt")
-    assert_same(
-        GaussianPosterior.load(tmp_path / "posterior.pt", problem.network), posterior, pick(problem.x, slice(3))
-    )
+    assert_same(stored(posterior, tmp_path), posterior, pick(problem.x, slice(3)))
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -155,27 +152,26 @@ def test_priors_of_any_size_are_stored() -> None:
 def test_a_tuned_posterior_is_stored(tmp_path: Path) -> None:
     for method in ("marglik", "mackay"):
         tuned = fitted("one noise", "kron").tune_prior(Tuning(method, groups="layers"))
-        tuned.save(tmp_path / "posterior.pt")
-        assert_same(GaussianPosterior.load(tmp_path / "posterior.pt", tuned.network), tuned)
+        assert_same(stored(tuned, tmp_path), tuned)
+
+
+def stored(posterior: LaplacePosterior, folder: Path) -> Any:
+    """Written to a file and read again."""
+    posterior.save(folder / "posterior.pt")
+    return GaussianPosterior.load(folder / "posterior.pt", posterior.network)
 
 
 def test_numbers_of_numpy_do_not_spoil_the_file(tmp_path: Path) -> None:
-    network = mlp(outputs=2).double()
+    prior = Prior(temperature=numpy.float64(0.5))
     noise = Gaussian(numpy.float64(0.4))
-    posterior = fit_laplace(
-        network, [(X, real(7, 2))], noise, structure="diag", prior=Prior(temperature=numpy.float64(0.5))
-    )
-    posterior.save(tmp_path / "posterior.pt")
-    found = GaussianPosterior.load(tmp_path / "posterior.pt", network)
+    posterior = fit_laplace(mlp(outputs=2).double(), [(X, real(7, 2))], noise, structure="diag", prior=prior)
+    found = stored(posterior, tmp_path)
     torch.testing.assert_close(found.log_marginal_likelihood(), posterior.log_marginal_likelihood(), **TIGHT)
 
 
 def test_the_noise_may_be_a_parameter(tmp_path: Path) -> None:
-    network = mlp(outputs=2).double()
     σ = nn.Parameter(torch.tensor([0.4, 0.9], dtype=torch.float64))
-    posterior = fit_laplace(network, [(X, real(7, 2))], Gaussian(σ), structure="diag")
-    posterior.save(tmp_path / "posterior.pt")
-    found = GaussianPosterior.load(tmp_path / "posterior.pt", network)
+    found = stored(fit_laplace(mlp(outputs=2).double(), [(X, real(7, 2))], Gaussian(σ), structure="diag"), tmp_path)
     assert torch.equal(found.likelihood.noise_std, σ.detach())
     assert not found.likelihood.noise_std.requires_grad
 
@@ -187,47 +183,34 @@ def test_narrow_networks_are_stored(tmp_path: Path, dtype: torch.dtype) -> None:
     posterior = fit_laplace(
         network, [(X.to(dtype), LIKELIHOODS["classes"][1])], LIKELIHOODS["classes"][0], structure="kron"
     )
-    posterior.save(tmp_path / "posterior.pt")
-    found = GaussianPosterior.load(tmp_path / "posterior.pt", network)
+    found = stored(posterior, tmp_path)
     assert found.mean.dtype == torch.float32
     assert torch.equal(found.functional(X.to(dtype))[1], posterior.functional(X.to(dtype))[1])
 
 
-def test_a_plain_gaussian_is_stored() -> None:
-    """Of any method: it comes back as what it is, without an evidence."""
-    for structure in STRUCTURES:
-        laplace = fitted("classes", structure)
-        posterior = GaussianPosterior(
-            laplace.network,
-            laplace.subset,
-            laplace.likelihood,
-            laplace.mean,
-            laplace.precision,
-            laplace.n_data,
-            laplace.fingerprint,
-        )
-        found = GaussianPosterior.from_state_dict(laplace.network, posterior.state_dict())
-        assert type(found) is GaussianPosterior
-        torch.testing.assert_close(found.functional(X)[1], posterior.functional(X)[1], **TIGHT)
-        torch.testing.assert_close(
-            found.sample(2, torch.Generator().manual_seed(0)),
-            posterior.sample(2, torch.Generator().manual_seed(0)),
-            **TIGHT,
-        )
+def plain(structure: str) -> GaussianPosterior:
+    """Of any method, without an evidence."""
+    q = fitted("classes", structure)
+    return GaussianPosterior(q.network, q.subset, q.likelihood, q.mean, q.precision, q.n_data, q.fingerprint)
 
 
-def test_a_plain_gaussian_has_no_evidence() -> None:
-    laplace = fitted("classes", "diag")
-    posterior = GaussianPosterior(
-        laplace.network, laplace.subset, laplace.likelihood, laplace.mean, laplace.precision, 7, laplace.fingerprint
-    )
-    words = "GaussianPosterior does not keep curvature and prior apart and so has no {}; fit_laplace gives"
-    with pytest.raises(PosteriorError, match=words.format("evidence")):
-        posterior.log_marginal_likelihood()
-    with pytest.raises(PosteriorError, match=words.format("prior to change")):
-        posterior.with_prior(1.0)
-    with pytest.raises(PosteriorError, match=words.format("prior to tune")):
-        posterior.tune_prior()
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_plain_gaussian_is_stored(structure: str) -> None:
+    posterior = plain(structure)
+    found = GaussianPosterior.from_state_dict(posterior.network, posterior.state_dict())
+    assert type(found) is GaussianPosterior
+    torch.testing.assert_close(found.functional(X)[1], posterior.functional(X)[1], **TIGHT)
+    ours, stored = (q.sample(2, torch.Generator().manual_seed(0)) for q in (posterior, found))
+    torch.testing.assert_close(stored, ours, **TIGHT)
+
+
+@pytest.mark.parametrize(
+    ("method", "missing"),
+    [("log_marginal_likelihood", "evidence"), ("with_prior", "prior to change"), ("tune_prior", "prior to tune")],
+)
+def test_a_plain_gaussian_has_no_evidence(method: str, missing: str) -> None:
+    with pytest.raises(PosteriorError, match=f"has no {missing}; fit_laplace gives"):
+        getattr(plain("diag"), method)()
 
 
 def test_another_architecture_is_refused() -> None:

@@ -100,6 +100,8 @@ def test_data_that_say_nothing_leave_the_prior(name: str, structure: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["full", "kron", "diag", "lowrank"])
+@pytest.mark.filterwarnings("ignore:tuning stopped at the bound")
+@pytest.mark.filterwarnings("ignore:structure='lowrank' cannot tell eigenvalues")
 def test_in_float32_a_small_prior_is_not_lost_in_large_curvature(kind: str) -> None:
     """The sum of two full matrices keeps what is on the diagonal apart from what has been rounded."""
     evidence, γ = [], []

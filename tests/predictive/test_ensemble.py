@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from predictive_cases import Shaped, linearised_draws, network_draws
 from torch import Tensor, nn
 from torch.distributions import Categorical as Classes
-from torch.distributions import MixtureSameFamily, Normal
+from torch.distributions import MixtureSameFamily, Normal, StudentT
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import (
@@ -35,6 +35,7 @@ from lightning_bayes import (
 )
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import PosteriorError
+from lightning_bayes.posterior.gaussian import Calibration
 from lightning_bayes.predictive.ensemble import DeepEnsemble
 from lightning_bayes.predictive.evaluate import evaluate
 
@@ -69,6 +70,12 @@ def regressions() -> list[LaplacePosterior]:
     return [member(Gaussian(σ), real(9, 2), 2, seed) for seed, σ in enumerate(noise)]
 
 
+def heavy_tailed() -> list[LaplacePosterior]:
+    """The last member is a Gaussian."""
+    tails = zip(regressions(), (4.0, 10.0, float("inf")), strict=True)
+    return [member.with_calibration(Calibration("glm", "exact", df=df)) for member, df in tails]
+
+
 def predicted_noise() -> list[LaplacePosterior]:
     return [member(HeteroscedasticGaussian(), real(9, 2), 4, seed) for seed in range(3)]
 
@@ -77,6 +84,7 @@ KINDS: dict[str, Callable[[], list[LaplacePosterior]]] = {
     "classes": classifiers,
     "labels": labellers,
     "regression": regressions,
+    "heavy tails": heavy_tailed,
     "predicted noise": predicted_noise,
 }
 
@@ -216,17 +224,25 @@ def test_the_entropy_of_a_regression_is_the_gaussians_and_bounds_the_mixtures() 
 
 
 def exact_mixture(ensemble: DeepEnsemble) -> MixtureSameFamily:
-    """Over the members' Gaussians, by torch's own."""
+    """Over the members' Student-ts, by torch's own; a Gaussian is one of many degrees of freedom."""
     parts = [posterior.predict(X_TEST) for posterior in ensemble.posteriors]
     μ, v = torch.stack([p.mean for p in parts], -1), torch.stack([p.variance for p in parts], -1)  # [B, C, M]
-    return MixtureSameFamily(Classes(torch.tensor(ensemble.member_weights).double().expand_as(μ)), Normal(μ, v.sqrt()))
+    ν = torch.stack([torch.full_like(p.mean, 1e8) if p.df is None else p.df for p in parts], -1)
+    weights = Classes(torch.tensor(ensemble.member_weights).double().expand_as(μ))
+    return MixtureSameFamily(weights, StudentT(ν, μ, (v * (ν - 2) / ν).sqrt()))
 
 
-@pytest.mark.parametrize("kind", ["regression", "predicted noise"])
+@pytest.mark.parametrize("kind", ["regression", "heavy tails", "predicted noise"])
 def test_log_prob_is_the_density_of_the_mixture(kind: str) -> None:
     ensemble = DeepEnsemble(KINDS[kind](), WEIGHTS)
     y = real(5, 2, seed=6)
-    torch.testing.assert_close(ensemble.log_prob(X_TEST, y), exact_mixture(ensemble).log_prob(y), **TIGHT)
+    torch.testing.assert_close(ensemble.log_prob(X_TEST, y), exact_mixture(ensemble).log_prob(y), rtol=1e-6, atol=1e-6)
+
+
+def test_a_mixture_has_the_mean_tails_of_its_members() -> None:
+    found = DeepEnsemble(heavy_tailed(), WEIGHTS).predict(X_TEST)
+    torch.testing.assert_close(1 / found.df, torch.full_like(found.mean, 0.5 / 4 + 0.2 / 10))
+    assert DeepEnsemble(regressions(), WEIGHTS).predict(X_TEST).df is None
 
 
 def test_a_member_without_weight_does_not_count() -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lightning_bayes import GaussianPosterior, fit_l2m, fit_laplace
+from lightning_bayes.metrics.functional import threshold_for_coverage
 from lightning_bayes.options import Kron
 from lightning_bayes.posterior import PosteriorError
 from lightning_bayes.predictive.novelty import novelty_p
@@ -184,6 +185,18 @@ def test_the_p_value_of_known_inputs_is_at_most_alpha_as_often_as_promised():
     for alpha in (0.05, 0.2, 0.5):
         error = 3 * (alpha * (1 - alpha) / draws) ** 0.5
         assert alpha - 1 / (n + 1) - error < (p <= alpha).double().mean() < alpha + error
+
+
+def test_a_threshold_on_the_p_value_keeps_the_promised_share_of_known_inputs():
+    torch.manual_seed(0)
+    less = 0
+    for _ in range(500):  # p of a new input has the distribution function of its score among the known ones
+        known = torch.rand(100).sort().values
+        threshold = threshold_for_coverage(novelty_p(known, torch.rand(80)), 0.8, delta=0.1)
+        kept_ranks = (1 + torch.arange(101)) / 101 > threshold  # by the number of known scores that are as large
+        gaps = torch.diff(known.flip(0), prepend=torch.ones(1), append=torch.zeros(1)).neg()
+        less += float(gaps[kept_ranks].sum()) < 0.8
+    assert 0.01 < less / 500 <= 0.1
 
 
 def test_more_data_forget_the_held_out_scores(data):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.options import predictive_of
 from predictive_cases import Shaped, linearised_draws, mlp, network_draws
+from scipy import stats
 from torch import Tensor
 
 from lightning_bayes import (
@@ -19,6 +20,7 @@ from lightning_bayes import (
     GP,
     Bernoulli,
     Categorical,
+    Conformal,
     DeepEnsemble,
     Gaussian,
     Prediction,
@@ -28,6 +30,7 @@ from lightning_bayes import (
 from lightning_bayes.likelihoods import HeteroscedasticGaussian
 from lightning_bayes.likelihoods.outputs import draw_gaussian
 from lightning_bayes.network import DataError
+from lightning_bayes.posterior.gaussian import Calibration
 from lightning_bayes.predictive.predict import RunningMixture
 
 X = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -100,12 +103,57 @@ def test_intervals_hold_the_share_of_a_gaussian_that_they_promise(kind: str) -> 
     torch.testing.assert_close(prediction.interval(), prediction.interval(0.95))
 
 
+def heavy_tailed(kind: str = "real", df: float = 4.0) -> Prediction:
+    own = posterior(kind)
+    return own.with_calibration(Calibration("glm", "exact", df=df)).predict(X)
+
+
+@pytest.mark.parametrize("kind", ["real", "dense real"])
+def test_a_student_t_has_the_gaussians_moments_and_scipys_everything_else(kind: str) -> None:
+    prediction, gaussian = heavy_tailed(kind), posterior(kind).predict(X)
+    for name in ("mean", "variance", "epistemic", "aleatoric", "mutual_information"):
+        assert torch.equal(getattr(prediction, name), getattr(gaussian, name))
+    law = stats.t(4.0, prediction.mean.numpy(), (prediction.std * 0.5**0.5).numpy())
+    np.testing.assert_allclose(law.var(), prediction.variance)
+    np.testing.assert_allclose(prediction.entropy, law.entropy())
+    np.testing.assert_allclose(prediction.interval(0.8), law.interval(0.8))
+    y = prediction.mean + 3 * torch.randn(prediction.mean.shape, generator=seeded())
+    np.testing.assert_allclose(prediction.log_prob(y), law.logpdf(y))
+    np.testing.assert_allclose(gaussian.log_prob(y), stats.norm(gaussian.mean, gaussian.std).logpdf(y))
+    covered = ((law.interval(0.95)[0] < y.numpy()) & (y.numpy() < law.interval(0.95)[1])).mean()
+    tailed = posterior(kind).with_calibration(Calibration("glm", "exact", df=4.0))
+    for predictor in (tailed, DeepEnsemble([tailed])):
+        scores = evaluate(predictor, [(X[:3], y[:3]), (X[3:], y[3:])])
+        assert scores["nll"] == pytest.approx(-law.logpdf(y).mean())
+        assert scores["coverage"] == pytest.approx(covered)
+
+
+def test_parts_of_a_student_t_are_student_ts_and_a_gaussian_joins_them() -> None:
+    heavy, gaussian = heavy_tailed(), posterior("real").predict(X)
+    both = Prediction.cat([heavy, gaussian])
+    y = torch.cat([REAL, REAL])
+    torch.testing.assert_close(both.log_prob(y), torch.cat([heavy.log_prob(REAL), gaussian.log_prob(REAL)]))
+    torch.testing.assert_close(both[8].interval(), gaussian[1].interval())
+    torch.testing.assert_close(heavy[[1, 3]].interval(), tuple(end[[1, 3]] for end in heavy.interval()))
+    assert Prediction.cat([gaussian, gaussian]).df is None
+    assert heavy.numpy()["df"].shape == (7, 2)
+
+
+def test_conformal_intervals_do_not_depend_on_the_tails() -> None:
+    intervals = [
+        Conformal.fit(prediction, REAL, 0.5).interval(prediction)
+        for prediction in (heavy_tailed(), posterior("real").predict(X))
+    ]
+    torch.testing.assert_close(*intervals)
+
+
 def test_what_belongs_to_another_kind_says_what_to_use() -> None:
     classes, real = posterior("classes").predict(X), posterior("real").predict(X)
     for call, words in [
         (lambda: real.label, "real targets has no label: its best guess is `mean`"),
         (lambda: real.confidence, r"real targets has no confidence: use `std` or `interval\(level\)`"),
         (lambda: classes.std, "classes has no std: use `confidence`"),
+        (lambda: classes.log_prob(CLASSES), "classes has no log_prob: take the log of `probs`"),
         (lambda: classes.interval(0.9), r"classes has no interval: use sets of classes.*conformalize\(loader, level\)"),
     ]:
         with pytest.raises(AttributeError, match=words):
@@ -460,7 +508,7 @@ def test_unknown_mutual_information_stays_unknown() -> None:
 def test_arrays_have_all_numbers_by_name(tmp_path: Any) -> None:
     common = {"epistemic", "aleatoric", "entropy", "mutual_information", "novelty"}
     classes, real = posterior("classes").predict(X), posterior("real").predict(X)
-    assert classes.numpy().keys() == common | {"probs", "label", "confidence"}
+    assert classes.numpy().keys() == common | {"probs", "label", "confidence", "energy"}
     assert real.numpy().keys() == common | {"mean", "variance", "std"}
     np.savez(tmp_path / "prediction.npz", **classes.numpy())
     np.testing.assert_array_equal(np.load(tmp_path / "prediction.npz")["label"], classes.label.numpy())

@@ -113,7 +113,7 @@ def test_from_training_to_a_posterior_beside_the_adapter(
     frozen = {name: p.clone() for name, p in module.named_parameters() if not p.requires_grad}
     laplace = LaplaceCallback(network="model", tune=None, progress=False)
     runner = trainer(tmp_path, laplace, max_epochs=3)
-    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+    with caplog.at_level(logging.DEBUG, "lightning_bayes"):
         runner.fit(module, loader)
     lines = [message for message in caplog.messages if message.startswith("curvature blocks")]
     named = set(re.findall(r"[\w.]+\.(?:weight|bias)", lines[-1]))

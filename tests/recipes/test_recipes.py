@@ -191,6 +191,10 @@ def test_rejection(fast: Callable[[str], FastRun]) -> None:
         assert row["answered"] > 0.5
         assert max(row["8 and 9 answered"], row["letters answered"]) < 0.7 * row["answered"]
     assert table["Laplace, evidence"]["letters answered"] < table["MAP"]["letters answered"]
+    screens = {row.pop("method"): row for row in read_rows(fast("rejection").folder / "screens.csv")}
+    assert list(screens) == ["MAP, confidence", "Laplace, confidence", "Laplace, novelty_p"]
+    assert min(row["known digits kept"] for row in screens.values()) > 0.93
+    assert screens["Laplace, novelty_p"]["letters kept"] < 0.7 * screens["MAP, confidence"]["letters kept"]
 
 
 def test_bayesian_optimisation(fast: Callable[[str], FastRun]) -> None:

@@ -8,6 +8,7 @@ import torch
 from structure_cases import F64, STRUCTURES, layer_prior, like, positive, random, spd
 from torch import Tensor
 
+from lightning_bayes.network import float64
 from lightning_bayes.structures import (
     EKFAC,
     BlockDiagonal,
@@ -20,7 +21,7 @@ from lightning_bayes.structures import (
     LowRank,
     RowSpace,
     Structure,
-    eigendecomposition,
+    kronecker,
     output_covariance,
 )
 
@@ -240,13 +241,17 @@ def test_inputs_that_are_always_zero_are_left_out(kind: str, positions: int, rea
     torch.testing.assert_close(found, J @ torch.linalg.inv(block.to_dense()) @ J.mT, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["kronecker", "refitted", "groups", "truncated"])
-def test_root_solve_leaves_directions_below_the_prior_alone(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["kronecker", "refitted", "groups", "truncated", "dead inputs"])
+def test_root_solve_leaves_directions_below_the_prior_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The root is the symmetric one, and the basis of an eigenspace does not matter."""
+    monkeypatch.setattr(kronecker, "NARROW", 1)
     g, O, I = 2 if kind == "groups" else 1, 6, 8
     λ, μ = (torch.logspace(-40, 2, n, dtype=F64).expand(g, n).clone() for n in (O, I))
-    λ[:, :4], μ[:, 5:7] = 0, 3  # two eigenspaces
+    λ[:, :4], λ[:, 4], μ[:, 5:7] = 0, 2e-15, 3  # two eigenspaces, and one that meets only the largest μ
     Q_G, Q_A = (torch.linalg.qr(random(g, n, n, seed=n))[0] for n in (O, I))
+    if kind == "dead inputs":  # the last three
+        Q_A = torch.block_diag(torch.eye(3, dtype=F64), torch.linalg.qr(random(5, 5, seed=59))[0])
+        Q_A = Q_A.roll(-3, 0).unsqueeze(0)
     turned = [Q_G.clone(), Q_A.clone()]
     for Q, space in zip(turned, (slice(0, 4), slice(5, 7)), strict=True):
         n = space.stop - space.start
@@ -259,6 +264,9 @@ def test_root_solve_leaves_directions_below_the_prior_alone(kind: str) -> None:
         return Kronecker(Factor(Q_G, λ), right, shift=0.5)
 
     M = block(Q_G, Q_A)
+    assert M._partial_root is not None
+    assert len(M._partial_root.steps) > 1
+    assert (M._partial_root.inputs is None) == (kind != "dead inputs")
     values, Q = torch.linalg.eigh(M.to_dense())
     noise = random(3, M.size, seed=57)
     torch.testing.assert_close(M.root_solve(noise), noise @ (Q * values.rsqrt()) @ Q.mT, rtol=1e-9, atol=1e-10)
@@ -468,8 +476,8 @@ def test_wide_factors_are_decomposed_in_float64_where_float32_would_lose_somethi
     """Of inputs of very different sizes; of inputs with a large mean unless that would take very long."""
     used, original = [], torch.linalg.eigh
     monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: used.append(matrix.dtype) or original(matrix))
-    monkeypatch.setattr(eigendecomposition, "WIDE", 10)
-    monkeypatch.setattr(eigendecomposition, "VERY_WIDE", wider)
+    monkeypatch.setattr(float64, "WIDE", 10)
+    monkeypatch.setattr(float64, "VERY_WIDE", wider)
     A = torch.nn.functional.pad((graded(20, scale) + mean).float(), (0, 1, 0, 1))  # and a dead unit
     values = Factor.from_matrix(A).values
     assert used == [dtype]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from structure_cases import F64, STRUCTURES, layer_prior, positive, random, spd
 
+from lightning_bayes.network import float64
 from lightning_bayes.structures import (
     BlockDiagonal,
     Dense,
@@ -15,7 +16,6 @@ from lightning_bayes.structures import (
     Layout,
     Structure,
     StructureError,
-    eigendecomposition,
 )
 
 SINGULAR: dict[str, Callable[[], Structure]] = {
@@ -111,7 +111,7 @@ def test_an_eigendecomposition_that_fails_in_float32_is_done_in_float64(
         return torch.full_like(matrix[..., 0], torch.nan), torch.full_like(matrix, torch.nan)
 
     monkeypatch.setattr(torch.linalg, "eigh", fails_in_float32)
-    monkeypatch.setattr(eigendecomposition, "WIDE", 4)
+    monkeypatch.setattr(float64, "WIDE", 4)
     factor = Factor.from_matrix(A)
     assert factor.values.dtype == torch.float32
     torch.testing.assert_close(factor.values, true.eigenvalues.float())

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_bayes import GP, LaplaceCallback, SWAGCallback, fit_laplace
+from lightning_bayes import LaplaceCallback, SWAGCallback, fit_laplace
 from lightning_bayes.callbacks.sharded_fit import fit_diagonal
 from lightning_bayes.evidence.linear_model import LinearModel
 from lightning_bayes.network import Processes
@@ -185,7 +185,6 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "the log-likelihood": lambda folder: fit(Failing(0)).with_log_likelihood(Failing(), Processes.current()),
     "a label": lambda folder: fit(with_wrong_label()),
     "a hook": hook,
-    "the leverage of points": lambda folder: fit(Failing(2), gp=GP(points=3, selection="leverage")),
     "the shapes of points": different_shapes,
     "a product with the linear model": linear_model(lambda model, p: model.product(p, torch.ones_like(p.mean))),
     "the linear model at other weights": linear_model(lambda model, p: model.at(p, torch.ones_like(p.mean))),

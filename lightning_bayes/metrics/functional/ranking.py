@@ -182,7 +182,8 @@ def threshold_for_coverage(
     confidence: Tensor, coverage: float, delta: float | None = None, validate_args: bool = True
 ) -> Tensor:
     """The highest confidence such that at least a share `coverage` of the predictions is *above* it: of the predictions
-    passed here or, with `delta`, of all predictions with probability `1 − delta`. Minus infinity keeps all.
+    passed here or, with `delta`, of all predictions with probability `1 − delta`. Minus infinity keeps all. Any score
+    is a confidence if it is larger for predictions to keep: with `novelty_p` this keeps known inputs.
 
     >>> threshold_for_coverage(torch.tensor([0.9, 0.4, 0.8, 0.6]), coverage=0.5)
     tensor(0.6000, dtype=torch.float64)

@@ -1,6 +1,8 @@
-"""Scores and calibration of a Gaussian predictive N(μ, σ²).
+"""Scores and calibration of a Gaussian predictive N(μ, σ²), or of a Student-t with the same mean and variance.
 
-`variance` is the variance of the observation: epistemic plus noise. Several outputs per example are averaged.
+`variance` is the variance of the observation: epistemic plus noise. `df`, one number or one per element, holds the
+degrees of freedom ν > 2 of a Student-t (see `student_t`); None or infinity is a Gaussian. Several outputs per example
+are averaged.
 
 **Negative log-likelihood** in nats:
 
@@ -12,15 +14,19 @@ the absolute error.
 
     CRPS(N(μ, σ²), y) = ∫ (F(t) - 1[t ≥ y])² dt = σ [z (2Φ(z) - 1) + 2φ(z) - 1/√π],  z = (y - μ)/σ
 
+and for a Student-t with density f and distribution function F of t = (y - μ)/τ (Jordan, Krüger & Lerch, 2019),
+
+    CRPS = τ [t (2F(t) - 1) + (2f(t)(ν + t²) - 2√ν B(½, ν - ½)/B(½, ν/2)²) / (ν - 1)],  τ = σ √((ν - 2)/ν)
+
 **Central prediction intervals** (Khosravi et al., 2011). Report coverage and width together: an infinitely wide
 interval always covers the target.
 
-    I(level) = [μ - zσ, μ + zσ],  z = Φ⁻¹((1 + level)/2)
+    I(level) = [μ - zσ, μ + zσ],  z = F⁻¹((1 + level)/2) of the standardised forecast
     coverage = (1/N) Σₙ 1[yₙ ∈ Iₙ]        PICP; equals `level` for a calibrated model
     width    = (1/N) Σₙ 2zσₙ              MPIW; narrower is better at equal coverage
 
 **Quantile calibration** (Kuleshov, Fenner & Ermon, 2018, eq. 9). A forecast is calibrated if a share p of the targets
-lies below its p-quantile, for every p. With the probability integral transform uₙ = Φ((yₙ - μₙ)/σₙ), which is uniform
+lies below its p-quantile, for every p. With the probability integral transform uₙ = F((yₙ - μₙ)/σₙ), which is uniform
 for a calibrated forecast, and levels p_j = j/n_bins, 0 < j < n_bins:
 
     p̂_j = (1/N) Σₙ 1[uₙ < p_j]
@@ -46,40 +52,63 @@ from lightning_bayes.metrics.functional.statistics import (
     running_sum,
     sum_and_count,
 )
+from lightning_bayes.metrics.functional.student_t import half_width, student_cdf, student_nll
+
+Freedom = float | Tensor | None  # degrees of freedom
 
 
-def gaussian_nll(mean: Tensor, variance: Tensor, target: Tensor, validate_args: bool = True) -> Tensor:
+def gaussian_nll(
+    mean: Tensor, variance: Tensor, target: Tensor, df: Freedom = None, validate_args: bool = True
+) -> Tensor:
     """Mean negative log-likelihood of `target` under N(mean, variance), all of one shape.
 
     >>> gaussian_nll(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 4.0]), torch.tensor([1.0, 1.0]))
     tensor(1.5155, dtype=torch.float64)
     """
-    return mean_compute(_gaussian_nll_update(*regression_inputs(mean, variance, target, validate_args)))
+    return mean_compute(_gaussian_nll_update(*regression_inputs(mean, variance, target, df, validate_args)))
 
 
-def _gaussian_nll_update(mean: Tensor, variance: Tensor, target: Tensor) -> Tensor:
-    return sum_and_count(0.5 * ((2 * math.pi * variance).log() + (target - mean).square() / variance))  # [2]
+def _gaussian_nll_update(mean: Tensor, variance: Tensor, target: Tensor, df: Tensor | None) -> Tensor:
+    return sum_and_count(student_nll((target - mean).square() / variance, variance, df))  # [2]
 
 
-def gaussian_crps(mean: Tensor, variance: Tensor, target: Tensor, validate_args: bool = True) -> Tensor:
+def gaussian_crps(
+    mean: Tensor, variance: Tensor, target: Tensor, df: Freedom = None, validate_args: bool = True
+) -> Tensor:
     """Mean CRPS of N(mean, variance) for `target`, all of one shape.
 
     >>> gaussian_crps(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 4.0]), torch.tensor([1.0, 1.0]))
     tensor(0.5349, dtype=torch.float64)
     """
-    return mean_compute(_gaussian_crps_update(*regression_inputs(mean, variance, target, validate_args)))
+    return mean_compute(_gaussian_crps_update(*regression_inputs(mean, variance, target, df, validate_args)))
 
 
-def _gaussian_crps_update(mean: Tensor, variance: Tensor, target: Tensor) -> Tensor:
+def _gaussian_crps_update(mean: Tensor, variance: Tensor, target: Tensor, df: Tensor | None) -> Tensor:
     std = variance.sqrt()
     z = (target - mean) / std
-    density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
-    crps = std * (z * (2 * torch.special.ndtr(z) - 1) + 2 * density - 1 / math.sqrt(math.pi))
-    return sum_and_count(crps)  # [2]
+    rest = 2 * (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi) - 1 / math.sqrt(math.pi)
+    if df is not None:
+        rest = torch.where(df.isinf(), rest, _student_rest(z, df.masked_fill(df.isinf(), 3.0)))
+    return sum_and_count(std * (z * (2 * student_cdf(z, df) - 1) + rest))  # [2]
+
+
+def _student_rest(z: Tensor, ν: Tensor) -> Tensor:
+    """The CRPS of a Student-t of variance one, without its first term."""
+    τ = ((ν - 2) / ν).sqrt()
+    t2 = (z / τ).square()
+    density = (-student_nll(z.square(), torch.ones_like(z), ν)).exp() * τ  # of t
+    log_betas = (ν - 0.5).lgamma() - ν.lgamma() - 2 * ((ν / 2).lgamma() - ((ν + 1) / 2).lgamma())
+    betas = (log_betas - 0.5 * math.log(math.pi)).exp()  # B(½, ν - ½) / B(½, ν/2)²
+    return τ * 2 * (density * (ν + t2) - ν.sqrt() * betas) / (ν - 1)
 
 
 def interval_coverage(
-    mean: Tensor, variance: Tensor, target: Tensor, level: float = 0.95, validate_args: bool = True
+    mean: Tensor,
+    variance: Tensor,
+    target: Tensor,
+    df: Freedom = None,
+    level: float = 0.95,
+    validate_args: bool = True,
 ) -> Tensor:
     """Share of `target` inside the central interval of N(mean, variance), borders included.
 
@@ -87,16 +116,24 @@ def interval_coverage(
     >>> interval_coverage(zeros, ones, torch.tensor([-3.0, -1.0, 0.5, 1.9]))
     tensor(0.7500, dtype=torch.float64)
     """
-    z = interval_z(level)
-    return mean_compute(_interval_coverage_update(*regression_inputs(mean, variance, target, validate_args), z))
+    check_level(level)
+    inputs = regression_inputs(mean, variance, target, df, validate_args)
+    return mean_compute(_interval_coverage_update(*inputs, level))
 
 
-def _interval_coverage_update(mean: Tensor, variance: Tensor, target: Tensor, z: float) -> Tensor:
-    return sum_and_count(((target - mean).abs() <= z * variance.sqrt()).to(mean.dtype))  # [2]
+def _interval_coverage_update(
+    mean: Tensor, variance: Tensor, target: Tensor, df: Tensor | None, level: float
+) -> Tensor:
+    return sum_and_count(((target - mean).abs() <= half_width(level, variance, df)).to(mean.dtype))  # [2]
 
 
 def interval_width(
-    mean: Tensor, variance: Tensor, target: Tensor, level: float = 0.95, validate_args: bool = True
+    mean: Tensor,
+    variance: Tensor,
+    target: Tensor,
+    df: Freedom = None,
+    level: float = 0.95,
+    validate_args: bool = True,
 ) -> Tensor:
     """Mean width of the central interval of N(mean, variance). The width does not depend on `target`.
 
@@ -104,31 +141,26 @@ def interval_width(
     >>> interval_width(zeros, torch.tensor([1.0, 4.0]), zeros)
     tensor(5.8799, dtype=torch.float64)
     """
-    z = interval_z(level)
-    return _interval_width_compute(_interval_width_update(*regression_inputs(mean, variance, target, validate_args)), z)
+    check_level(level)
+    return mean_compute(_interval_width_update(*regression_inputs(mean, variance, target, df, validate_args), level))
 
 
-def _interval_width_update(mean: Tensor, variance: Tensor, target: Tensor) -> Tensor:
-    """Σσ and n, which do not depend on the level."""
-    return sum_and_count(variance.sqrt())  # [2]
+def _interval_width_update(mean: Tensor, variance: Tensor, target: Tensor, df: Tensor | None, level: float) -> Tensor:
+    return sum_and_count(2 * half_width(level, variance, df))  # [2]
 
 
-def _interval_width_compute(sums: Tensor, z: float) -> Tensor:
-    return 2 * z * mean_compute(sums)
-
-
-def interval_z(level: float) -> float:
-    """Half-width of the central interval of a standard normal.
-
-    >>> round(interval_z(0.95), 4)
-    1.96
-    """
-    between("level", level, 0, 1, MetricInputError, borders=False)
-    return float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64, device="cpu")))
+def check_level(level: float) -> float:
+    return between("level", level, 0, 1, MetricInputError, borders=False)
 
 
 def regression_calibration_error(
-    mean: Tensor, variance: Tensor, target: Tensor, n_bins: int = 20, norm: Norm = "l1", validate_args: bool = True
+    mean: Tensor,
+    variance: Tensor,
+    target: Tensor,
+    df: Freedom = None,
+    n_bins: int = 20,
+    norm: Norm = "l1",
+    validate_args: bool = True,
 ) -> Tensor:
     """Distance between the expected and the observed quantile levels of `target` under N(mean, variance).
 
@@ -137,12 +169,17 @@ def regression_calibration_error(
     tensor(0.2500, dtype=torch.float64)
     """
     check_quantiles(n_bins, norm)
-    inputs = regression_inputs(mean, variance, target, validate_args)
+    inputs = regression_inputs(mean, variance, target, df, validate_args)
     return _regression_calibration_compute(_regression_calibration_update(*inputs, n_bins), norm)
 
 
 def regression_calibration_curve(
-    mean: Tensor, variance: Tensor, target: Tensor, n_bins: int = 20, validate_args: bool = True
+    mean: Tensor,
+    variance: Tensor,
+    target: Tensor,
+    df: Freedom = None,
+    n_bins: int = 20,
+    validate_args: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Expected levels p_j and observed shares p̂_j, both `[n_bins - 1]`.
 
@@ -152,7 +189,7 @@ def regression_calibration_curve(
     [0.75, 0.75, 0.75]
     """
     check_quantiles(n_bins)
-    inputs = regression_inputs(mean, variance, target, validate_args)
+    inputs = regression_inputs(mean, variance, target, df, validate_args)
     return _regression_calibration_curve(_regression_calibration_update(*inputs, n_bins))
 
 
@@ -161,8 +198,10 @@ def check_quantiles(n_bins: int, norm: Norm = "l1") -> None:
     word("norm", norm, get_args(Norm), MetricInputError)
 
 
-def _regression_calibration_update(mean: Tensor, variance: Tensor, target: Tensor, n_bins: int) -> Tensor:
-    u = torch.special.ndtr((target - mean) / variance.sqrt())  # [N]
+def _regression_calibration_update(
+    mean: Tensor, variance: Tensor, target: Tensor, df: Tensor | None, n_bins: int
+) -> Tensor:
+    u = student_cdf((target - mean) / variance.sqrt(), df)  # [N]
     return cell_sums(u[:, None], torch.ones_like(u)[:, None, None], n_bins).reshape(-1)  # [n_bins]
 
 

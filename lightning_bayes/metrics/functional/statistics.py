@@ -82,15 +82,16 @@ def classification_inputs(
 
 
 def regression_inputs(
-    mean: Tensor, variance: Tensor, target: Tensor, validate: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance and target as flat `[N]` tensors; each element is one prediction."""
+    mean: Tensor, variance: Tensor, target: Tensor, df: float | Tensor | None = None, validate: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Mean, variance, target and degrees of freedom as flat `[N]` tensors; each element is one prediction."""
     check_tensors(mean=mean, variance=variance, target=target)
     if not mean.shape == variance.shape == target.shape:
         raise MetricInputError(
             f"mean, variance and target must have one shape, got {list(mean.shape)}, {list(variance.shape)} and "
             f"{list(target.shape)}."
         )
+    freedom = None if df is None else _degrees_of_freedom(df, mean, validate)
     mean, variance, target = (_widen(x).reshape(-1) for x in (mean, variance, target))  # [N]
     if validate:
         for name, value in (("mean", mean), ("variance", variance), ("target", target)):
@@ -98,7 +99,21 @@ def regression_inputs(
                 raise MetricInputError(f"{name} must be finite, but holds NaN or infinity.")
         if not bool((variance > 0).all()):
             raise MetricInputError(f"variance must be positive, got a minimum of {float(variance.min()):g}.")
-    return mean, variance, target
+    return mean, variance, target, freedom
+
+
+def _degrees_of_freedom(df: float | Tensor, mean: Tensor, validate: bool) -> Tensor:
+    """# [N]"""
+    freedom: Any = df
+    if isinstance(df, (int, float)) and not isinstance(df, bool):
+        freedom = mean.new_tensor(df, dtype=accumulation_dtype(mean.device)).expand(mean.shape)
+    check_tensors(df=freedom)
+    if freedom.shape != mean.shape:
+        raise MetricInputError(f"df must be a number, or have the mean's shape {list(mean.shape)}.")
+    freedom = _widen(freedom).reshape(-1)
+    if validate and not bool((freedom > 2).all()):
+        raise MetricInputError(f"df must be more than 2, or the variance is infinite; got {float(freedom.min()):g}.")
+    return freedom
 
 
 def score_inputs(score: Tensor, label: Tensor, names: tuple[str, str], validate: bool = True) -> tuple[Tensor, Tensor]:

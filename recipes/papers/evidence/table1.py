@@ -20,7 +20,7 @@ weights, few images and Kronecker factors, and its search for θ⋆ stops before
 
 from __future__ import annotations
 
-import logging
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -106,30 +106,13 @@ def measure(name: str, seed: int, images: Images, settings: Settings) -> Iterato
             continue  # one λ again
         naive = posterior.tune_prior(Tuning("mackay", groups=word, tolerance=TOLERANCE))
         yield {**row, "method": f"θ̃, {groups}", **judge(naive, images.test)}
-        with Warnings() as warnings:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             at_optimum = posterior.tune_prior(
                 Tuning("linear", groups=word, tolerance=TOLERANCE, iterate=True, passes=settings.passes), loader
             )
-        converged = not any("raise `passes`" in warning for warning in warnings.said)
+        converged = not any("raise `passes`" in str(warning.message) for warning in caught)
         yield {**row, "method": f"θ⋆, {groups}", **judge(at_optimum, images.test), "found": int(converged)}
-
-
-class Warnings(logging.Handler):
-    """Collect the package's warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-    def __enter__(self) -> Warnings:
-        logging.getLogger("lightning_bayes").addHandler(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        logging.getLogger("lightning_bayes").removeHandler(self)
 
 
 def draw(folder: Path) -> Figure:

@@ -38,10 +38,10 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
-from lightning_bayes import GP, fit_laplace, metrics
-from recipes.papers.glm.gaussians import Diagonal, Posterior
-from recipes.papers.glm.layer_rows import Rows, by_layers, flattened
-from recipes.papers.glm.linearised import LinearModel, refine, refine_briefly, sampled_probabilities
+from lightning_bayes import GP, LaplacePosterior, fit_laplace, metrics
+from lightning_bayes.evidence.refinement import maximise, normal_points
+from lightning_bayes.evidence.whitened_model import DiagonalSpace, WhitenedGaussian, WhitenedModel, WhitenedRows
+from recipes.papers.glm.linearised import refine_briefly, sampled_probabilities, weight_draws
 from recipes.papers.glm.network_grid import Examples, Shape, train_map, train_mfvi
 from recipes.papers.glm.uci_report import SETS, draw, report
 from recipes.program import Row, Run, missing, progress, start
@@ -208,27 +208,42 @@ class Case:
     samples: int
 
     @cached_property
-    def model(self) -> LinearModel:
+    def posterior(self) -> LaplacePosterior:
+        """The network with its training data, and the points of its Gaussian process."""
+        network = self.shape.network().double()
+        nn.utils.vector_to_parameters(self.θ.clone(), network.parameters())
+        likelihood = "binary" if self.shape.outputs == 1 else "classification"
+        points = min(len(self.data[0]) // 2, MOST_POINTS)
+        return fit_laplace(
+            network, [self.data], likelihood, prior_precision=self.δ, structure="diag", gp=GP(points=points)
+        )
+
+    @property
+    def data(self) -> tuple[Tensor, Tensor]:
         x, labels = self.split.train
-        y = Examples.stacked([x], [labels], self.shape.outputs).y[0].mT
-        return LinearModel(Rows.of(self.shape, self.θ, x), y, self.δ, float(self.θ.square().sum()))
+        return x, labels.double().unsqueeze(1) if self.shape.outputs == 1 else labels
 
     @cached_property
-    def held_out(self) -> Rows:
-        return Rows.of(self.shape, self.θ, self.split.held_out)
+    def model(self) -> WhitenedModel:
+        return WhitenedModel(self.posterior, [self.data])
+
+    @cached_property
+    def held_out(self) -> WhitenedRows:
+        return WhitenedRows(self.posterior, [self.split.held_out])
 
     def row(self, method: str, probs: Tensor) -> Row:
         return scores(self.name, self.split, method, self.δ, probs)
 
-    def glm_row(self, method: str, h: Tensor, posterior: Posterior) -> Row:
+    def glm_row(self, method: str, h: Tensor, posterior: WhitenedGaussian) -> Row:
         """From outputs `h` and a posterior of the linearised network."""
         noise = torch.Generator().manual_seed(self.split.noise_seed)
         covariance = posterior.covariance(self.held_out)
         return self.row(method, sampled_probabilities(h, covariance, self.samples, noise, probabilities))
 
     def refined_row(self, method: str) -> Row:
-        refined = refine(self.model, diagonal=method.endswith(" d"))
-        return self.glm_row(method, self.model.outputs(refined.mean, self.held_out), refined.posterior)
+        points = normal_points(256, self.shape.outputs, 0)
+        refined = maximise(self.model, points, method.endswith(" d"), tolerance=5e-4, rounds=20)
+        return self.glm_row(method, self.model.outputs(refined.mean, self.held_out), refined.gaussian)
 
 
 def cases(name: str, split: Split, θ: Tensor, settings: Settings) -> list[Case]:
@@ -240,29 +255,20 @@ def cases(name: str, split: Split, θ: Tensor, settings: Settings) -> list[Case]
 def score_laplace(name: str, split: Split, θ: Tensor, settings: Settings) -> Iterator[Row]:
     for case in progress(cases(name, split, θ, settings), f"{name} {split.seed}: Laplace"):
         model, f = case.model, case.held_out.f
-        Λ = model.fisher(model.train.f)
-        full = model.posterior(Λ)
+        Λ = model.network_fisher()
+        full = model.gaussian(Λ)
         yield case.glm_row("GLM", f, full)
-        yield case.glm_row("GLM diag", f, Diagonal(model.train, case.δ, Λ))
-        draws = flattened(full.draws(settings.samples, torch.Generator().manual_seed(split.noise_seed)))
+        yield case.glm_row("GLM diag", f, DiagonalSpace(model.train, Λ))
+        draws = weight_draws(model, full, settings.samples, torch.Generator().manual_seed(split.noise_seed))
         yield case.row("BNN", drawn_probabilities(case.shape, (case.θ + draws).float(), split.held_out))
         yield case.row("GP", gp_probabilities(case))
 
 
 def gp_probabilities(case: Case) -> Tensor:
-    network = case.shape.network().double()
-    nn.utils.vector_to_parameters(case.θ.clone(), network.parameters())
-    x, labels = case.split.train
-    is_binary = case.shape.outputs == 1
-    y, likelihood = (labels.double().unsqueeze(1), "binary") if is_binary else (labels, "classification")
-    points = min(len(x) // 2, MOST_POINTS)
-    posterior = fit_laplace(
-        network, [(x, y)], likelihood, prior_precision=case.δ, structure="diag", gp=GP(points=points, outputs="joint")
-    )
     noise = torch.Generator().manual_seed(case.split.noise_seed)
-    p = posterior.predict(case.split.held_out, GP(link="mc", samples=case.samples), generator=noise).probs
+    p = case.posterior.predict(case.split.held_out, GP(link="mc", samples=case.samples), generator=noise).probs
     assert p is not None
-    return torch.cat((1 - p, p), -1) if is_binary else p
+    return torch.cat((1 - p, p), -1) if case.shape.outputs == 1 else p
 
 
 def score_refined(name: str, split: Split, θ: Tensor, settings: Settings, laplace: list[Row]) -> Iterator[Row]:
@@ -279,7 +285,7 @@ def score_refined(name: str, split: Split, θ: Tensor, settings: Settings, lapla
 
 def score_short(name: str, split: Split, θ: Tensor, settings: Settings) -> Iterator[Row]:
     for case in progress(cases(name, split, θ, settings), f"{name} {split.seed}: GLM refine d, short"):
-        shift, posterior = refine_briefly(case.model, by_layers(case.shape, case.θ))
+        shift, posterior = refine_briefly(case.model)
         yield case.glm_row("GLM refine d, short", case.held_out.f + case.held_out.push(shift), posterior)
 
 

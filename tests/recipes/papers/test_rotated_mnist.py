@@ -13,6 +13,8 @@ from helpers.recipes import PNG, keep_lines, run_main
 from recipes.papers.subnetwork import rotated_mnist
 from recipes.program import append_rows, read_rows
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* chosen weights have no curvature")  # of pixels that are zero
+
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -1,4 +1,4 @@
-"""Eigendecompositions of symmetric positive semi-definite matrices that never fail and leave rounding out.
+"""Float64 sums and eigendecompositions: on the device, or on the host if the device lacks float64 (Apple's MPS).
 
 An eigenvalue from a float32 decomposition is off by about `eps · λ_max`. If one input of a layer has a raw scale, that
 error exceeds everything the other inputs contribute, although the matrix itself still holds it. `eigh` therefore
@@ -11,18 +11,60 @@ prior precision that is added to it.
 
 from __future__ import annotations
 
-import logging
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_bayes.network.accumulation import cast_like, float64_device, in_float64
-
-logger = logging.getLogger("lightning_bayes")
+from lightning_bayes.network.messages import warn
 
 NARROW = 256  # columns up to which a float64 decomposition is fast
 WIDE, VERY_WIDE = 700, 1200  # columns from which it is slow, and very slow
 NEGLIGIBLE = 0.01  # an error in the curvature, to which a prior precision of about 1 or more is added
+
+
+@cache
+def float64_device(device: torch.device) -> torch.device:
+    """`device` if it supports float64, else the CPU."""
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return torch.device("cpu")
+    return device
+
+
+def in_float64(t: Tensor) -> Tensor:
+    """`t` in float64. If its device lacks float64, `t` is copied to the host before the cast."""
+    return t.to(float64_device(t.device)).double()
+
+
+def widest(t: Tensor) -> Tensor:
+    """`t` in float64, or in float32 if its device lacks float64: a training step must not wait for a copy to the
+    host."""
+    return t.double() if float64_device(t.device) == t.device else t.float()
+
+
+def cast_like(t: Tensor, like: Tensor) -> Tensor:
+    """`t.to(like)` in an order that never creates float64 on a device without it, in the backward pass either."""
+    if like.dtype == torch.float64:
+        return t.to(like.device).to(like.dtype)
+    return t.to(like.dtype).to(like.device)
+
+
+def number_like(number: Any, like: Tensor) -> Tensor:
+    """A number or tensor as a tensor with the dtype and device of `like`."""
+    if isinstance(number, Tensor):
+        return cast_like(number, like)
+    return torch.as_tensor(number, dtype=like.dtype, device=like.device)
+
+
+def running_sum(t: Tensor, dim: int) -> Tensor:
+    """`t.cumsum(dim)`. CUDA has no deterministic kernel, so the host computes it if
+    `torch.use_deterministic_algorithms` is on."""
+    if torch.are_deterministic_algorithms_enabled() and t.device.type != "cpu":
+        return t.cpu().cumsum(dim).to(t.device)
+    return t.cumsum(dim)
 
 
 def eigh(
@@ -49,11 +91,12 @@ def eigh(
         if values.isfinite().all() and vectors.isfinite().all():
             break
     else:
-        logger.warning(
+        warn(
             "no eigendecomposition of %s with %d columns converged: its diagonal is used instead, which drops all "
             "correlations of this block",
             name,
             matrix.shape[-1],
+            from_all=True,
         )
         values, vectors = diagonal, torch.eye(matrix.shape[-1], device=matrix.device).expand_as(matrix)
     error = torch.finfo(values.dtype).eps / torch.finfo(matrix.dtype).eps

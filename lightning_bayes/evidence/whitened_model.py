@@ -1,0 +1,413 @@
+"""The linearised network in whitened weights, and Gaussians over them in the smaller of two spaces.
+
+For a prior `N(m, Λ⁻¹)` and `w = Λ^½(θ − m)`, the rows are `J̃ = JΛ^(−½)`, and the model is
+
+    h(w) = f + J̃(w − w̃),    w ~ N(0, I),    w̃ = Λ^½(θ̃ − m).
+
+A Gaussian with precision `I + Σₙ J̃ₙᵀWₙJ̃ₙ`, `W = SSᵀ`, is computed in the smaller space:
+
+- `FunctionSpace` in that of the outputs, by `A = I + SᵀKS` with `K = J̃J̃ᵀ` (Woodbury);
+- `WeightSpace` in that of the weights, by a Cholesky factor.
+
+`DiagonalSpace` has the diagonal of the precision alone. All numbers are in float64.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.evidence.linear_model import conjugate_gradients
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network.float64 import cast_like, in_float64
+from lightning_bayes.posterior.jacobian_factors import Factors, KeptFactors, Rows, kernel, own_kernel, places
+from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.structures import Diagonal, Layout
+
+LARGEST_SIDE = 2**13  # of a dense matrix that only saves time
+_FORCING, _PRODUCTS = 1e-3, 200  # of conjugate gradients: the tolerance, and the products they may take
+_DRAWN = 2**22  # entries of the output Fisher of all draws, per chunk
+
+
+class WhitenedRows:
+    """`J̃` of some inputs, in chunks of examples.
+
+    Attributes:
+        f: the outputs at the network's weights `[N, C]`.
+        shape: the shape of an example's outputs.
+        start: `w̃` `[P]`.
+        at_start: `J̃w̃` `[N, C]`.
+    """
+
+    @torch.no_grad()
+    def __init__(self, posterior: LaplacePosterior, xs: Sequence[Any]) -> None:
+        Λ, d = posterior.prior_matrix(), in_float64(posterior.prior.distance(posterior.mean))
+        self._posterior, self._places = posterior, dict[Layout, Tensor]()
+        δ = in_float64(Λ.diagonal()) if isinstance(Λ, Diagonal) else torch.ones_like(d)
+        self.root: Tensor = δ.rsqrt()  # Λ^(−½) [P], or [P, P] if the prior is another posterior
+        self.start = d / self.root
+        if not isinstance(Λ, Diagonal):
+            self.root = in_float64(Λ.root_solve(torch.eye(Λ.size, dtype=Λ.dtype, device=Λ.device))).mT
+            self.start = torch.linalg.solve(self.root, d)
+        self._kept = KeptFactors(posterior, δ, xs, in_float64=True)
+        outputs = [part.f for _, part in self.parts()]
+        self.shape = outputs[0].shape[1:]
+        self.f = in_float64(torch.cat(outputs)).reshape(sum(map(len, outputs)), -1)
+        self.at_start = self.push(self.start)
+
+    def parts(self) -> Iterator[tuple[slice, Factors]]:
+        for rows, part in self._kept.parts(self._posterior):
+            for layout in part.layers.keys() - self._places.keys():
+                self._places[layout] = places(layout, self._posterior.subset)
+            yield rows, part if self.root.ndim == 1 else self._times_root(part)
+
+    def _times_root(self, part: Factors) -> Factors:
+        J = self.root.new_zeros(part.n_outputs, len(part.f), len(self.root))
+        for layout, layer in part.layers.items():
+            J[..., self._places[layout]] += layer.rows()
+        whole = Layout.vector([(0, len(self.root))])
+        self._places[whole] = torch.arange(len(self.root), device="cpu")
+        return Factors(part.f, {whole: Rows(J @ self.root)})
+
+    def push(self, w: Tensor) -> Tensor:
+        """`J̃w`.  # [..., P] -> [..., N, C]"""
+        return torch.cat([part.push(w, self._places) for _, part in self.parts()], -2)
+
+    def pull(self, u: Tensor) -> Tensor:
+        """`J̃ᵀu`.  # [..., N, C] -> [..., P]"""
+        total = u.new_zeros(*u.shape[:-2], len(self.start))
+        for rows, part in self.parts():
+            part.pull(u[..., rows, :], self._places, total)
+        return total
+
+    def own_kernel(self) -> Tensor:
+        """`J̃ₙJ̃ₙᵀ`.  # [N, C, C]"""
+        return torch.cat([own_kernel(part, independent=False) for _, part in self.parts()])
+
+    def kernel(self, other: WhitenedRows) -> Tensor:
+        """`J̃ₙJ̃ₘᵀ`.  # [N·C, M·C]"""
+        (N, C), M = self.f.shape, len(other.f)
+        total = self.f.new_empty(N, C, M, C)
+        for rows, part in self.parts():
+            for columns, another in other.parts():
+                total[rows, :, columns] = kernel(part, another, independent=False)
+        return total.view(N * C, M * C)
+
+    def hessian(self, W: Tensor) -> Tensor:
+        """`Σₙ J̃ₙᵀWₙJ̃ₙ`, with the weights in the order of `order`.  # [N, C, C] -> [p, p]"""
+        slices = self._slices
+        H = W.new_zeros(len(self.order), len(self.order))
+        for rows, part in self.parts():
+            layers = list(part.layers.items())
+            for i, (layout, layer) in enumerate(layers):
+                for another, other in layers[i:]:
+                    block = layer.hessian(W[rows], other)
+                    H[slices[layout], slices[another]] += block
+                    if another != layout:
+                        H[slices[another], slices[layout]] += block.mT
+        return H
+
+    def hessian_diagonal(self, W: Tensor) -> Tensor:
+        """The diagonal of `Σₙ J̃ₙᵀWₙJ̃ₙ`.  # [N, C, C] -> [P]"""
+        total = W.new_zeros(len(self.start))
+        for rows, part in self.parts():
+            for layout, layer in part.layers.items():
+                total[self._places[layout]] += layer.hessian_diagonal(W[rows])
+        return total
+
+    def covariance(self, Σ: Tensor, of: WhitenedRows) -> Tensor:
+        """`J̃ₙΣJ̃ₙᵀ`, with the weights in the order of the rows `of`.  # [p, p] -> [N, C, C]"""
+        slices, parts = of._slices, []
+        for _, part in self.parts():
+            layers, total = list(part.layers.items()), own_kernel(part, independent=False)
+            total.zero_()
+            for i, (layout, layer) in enumerate(layers):
+                for another, other in layers[i:]:
+                    term = layer.covariance(Σ[slices[layout], slices[another]], other)
+                    total += term if another == layout else term + term.mT
+            parts.append(total)
+        return torch.cat(parts)
+
+    def diagonal_covariance(self, variances: Tensor) -> Tensor:
+        """`J̃ₙΣJ̃ₙᵀ` of a diagonal matrix.  # [P] -> [N, C, C]"""
+        parts = [
+            sum(layer.diagonal_covariance(variances[self._places[layout]]) for layout, layer in part.layers.items())
+            for _, part in self.parts()
+        ]
+        return torch.cat(parts)
+
+    @cached_property
+    def _slices(self) -> dict[Layout, slice]:
+        slices, start = {}, 0
+        for _, part in self.parts():
+            for layout in part.layers:
+                if layout not in slices:
+                    slices[layout] = slice(start, start := start + len(self._places[layout]))
+        return slices
+
+    @property
+    def layers(self) -> list[Tensor]:
+        """The places in `[P]` of the weights of each layer."""
+        return [self._places[layout] for layout in self._slices]
+
+    @cached_property
+    def order(self) -> Tensor:
+        """The places of the weights of all layers, one layer after the other.  # [p]"""
+        return torch.cat(self.layers)
+
+
+@dataclass(frozen=True, eq=False)
+class Mean:
+    """`w = c·w̃ + J̃ᵀα`, known by `c` and `α`, with `u = J̃w` and `‖w‖²`."""
+
+    c: float
+    α: Tensor  # [N, C]
+    u: Tensor  # [N, C]
+    square: float
+
+
+class WhitenedModel:
+    """The linearised network on its training data `(x, y)`. The likelihood is tempered as the posterior's is."""
+
+    def __init__(self, posterior: LaplacePosterior, batches: Sequence[tuple[Any, Tensor]]) -> None:
+        self.posterior, self.train = posterior, WhitenedRows(posterior, [x for x, _ in batches])
+        y = torch.cat([y for _, y in batches])
+        self.y = in_float64(y) if y.is_floating_point() else y.to(self.train.f.device)
+        self._K = self.train.kernel(self.train) if self.is_narrow else None
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Numbers of outputs and of weights."""
+        return self.train.f.numel(), len(self.train.start)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether there are fewer outputs than weights, and the matrix between all outputs is used."""
+        n, P = self.sides
+        return n < P and (n <= LARGEST_SIDE or self.posterior.curvature.structure.word == "full")
+
+    def gaussian(self, W: Tensor) -> WhitenedGaussian:
+        """The Gaussian with precision `I + Σₙ J̃ₙᵀWₙJ̃ₙ`, or with its diagonal where both sides are too large."""
+        if self._K is not None:
+            return FunctionSpace(self.train, W, self._K)
+        if self.sides[1] <= LARGEST_SIDE or self.posterior.curvature.structure.word == "full":
+            return WeightSpace(self.train, W)
+        return DiagonalSpace(self.train, W)
+
+    def mean(self, c: float, α: Tensor) -> Mean:
+        t, start = self.train.at_start, self.train.start
+        Kα = self.train.push(self.train.pull(α)) if self._K is None else (self._K @ α.flatten()).view_as(α)
+        square = c * c * start @ start + 2 * c * (α * t).sum() + (α * Kα).sum()
+        return Mean(c, α, c * t + Kα, float(square))
+
+    def between(self, mean: Mean, goal: Mean, ρ: float) -> Mean:
+        return self.mean((1 - ρ) * mean.c + ρ * goal.c, (1 - ρ) * mean.α + ρ * goal.α)
+
+    def weights(self, mean: Mean) -> Tensor:
+        """`w`.  # [P]"""
+        return mean.c * self.train.start + self.train.pull(mean.α)
+
+    def shift(self, mean: Mean) -> Tensor:
+        """`θ − θ̃`, in the posterior's dtype.  # [P]"""
+        root, moved = self.train.root, self.weights(mean) - self.train.start
+        return cast_like(root * moved if root.ndim == 1 else root @ moved, self.posterior.mean)
+
+    def outputs(self, mean: Mean, rows: WhitenedRows | None = None) -> Tensor:
+        """`h(w)`, by default on the training data.  # [E, C]"""
+        if rows is None:
+            return self.train.f - self.train.at_start + mean.u
+        return rows.f - rows.at_start + rows.push(self.weights(mean))
+
+    def network_fisher(self) -> Tensor:
+        """`Λ` at the network's weights.  # [N, C, C]"""
+        f = self.train.f
+        return self.fisher(f, f.new_zeros(*f.shape, f.shape[1]), f.new_zeros(1, f.shape[1]))
+
+    def fit(self, h: Tensor, root: Tensor, points: Tensor) -> tuple[float, Tensor]:
+        """`Σₙ E[log p(yₙ | fₙ)]` and `E[r]` of outputs with this mean and root, over the standard normal points
+        `[S, C]`.  # [], [N, C]"""
+        likelihood, T, fit, residuals = self.posterior.likelihood, self.posterior.temperature, 0.0, []
+        for f, y in self._drawn(h, root, points):
+            fit += float(likelihood.log_likelihood_per_example(f, y).sum()) / (len(points) * T)
+            residuals.append(likelihood.residual(f, y).mean(-1) / T)
+        return fit, torch.cat(residuals)
+
+    def fisher(self, h: Tensor, root: Tensor, points: Tensor) -> Tensor:
+        """`E[Λ]`, likewise.  # [N, C, C]"""
+        fishers = [mean_fisher(self.posterior.likelihood, f, y) for f, y in self._drawn(h, root, points)]
+        return torch.cat(fishers) / self.posterior.temperature
+
+    def _drawn(self, h: Tensor, root: Tensor, points: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """A few examples at a time: their drawn outputs, as if each draw were a position, and targets.
+        # [b, C, S], [b, ..., S]"""
+        S, C = len(points), h.shape[1]
+        y = self.y if self.train.shape else self.y.unsqueeze(1)
+        for rows in torch.arange(len(h), device="cpu").split(max(1, _DRAWN // (S * C * C))):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            of_draws = y[part].unsqueeze(-1).expand(*y[part].shape, S)
+            yield h[part].unsqueeze(-1) + root[part] @ points.mT, of_draws
+
+
+class WhitenedGaussian(ABC):
+    """A Gaussian over the whitened weights, by its covariance."""
+
+    @property
+    @abstractmethod
+    def divergence(self) -> float:
+        """Twice the KL divergence from the prior, without the part of the mean."""
+
+    @abstractmethod
+    def covariance(self, rows: WhitenedRows) -> Tensor:
+        """Of the outputs, `J̃ₙΣJ̃ₙᵀ`.  # [N, C, C]"""
+
+    @abstractmethod
+    def solve(self, r: Tensor, mean: Mean) -> Tensor:
+        """`α` of the mean that a Newton step leads to, `P⁻¹J̃ᵀ(r + Wu) = J̃ᵀα`.  # [N, C]"""
+
+
+class FunctionSpace(WhitenedGaussian):
+    """With `Q = SA⁻¹Sᵀ` the covariance of outputs is `K − KQK`."""
+
+    def __init__(self, train: WhitenedRows, W: Tensor, K: Tensor) -> None:
+        """K: `J̃J̃ᵀ`.  # [N·C, N·C]"""
+        self._train, self._W, self.root, self._K = train, W, _columns(W), K
+        self._SK = _blocks_times(self.root, K)
+        A = _blocks_times(self.root, self._SK.mT)
+        A.diagonal().add_(1)
+        self._L = torch.linalg.cholesky(A)
+
+    @property
+    def divergence(self) -> float:
+        """`log det A − Σₙ tr(WₙJ̃ₙΣJ̃ₙᵀ)`."""
+        return float(2 * self._L.diagonal().log().sum() - (self._W * self._of_train).sum())
+
+    @cached_property
+    def _of_train(self) -> Tensor:
+        return self._covariance(self._SK, self._train)
+
+    def covariance(self, rows: WhitenedRows) -> Tensor:
+        if rows is self._train:
+            return self._of_train
+        return self._covariance(_blocks_times(self.root, self._train.kernel(rows)), rows)
+
+    def _covariance(self, SK: Tensor, rows: WhitenedRows) -> Tensor:
+        V = torch.linalg.solve_triangular(self._L, SK, upper=False).unflatten(1, rows.f.shape)  # [N·R, E, C]
+        own = rows.own_kernel()
+        C = rows.f.shape[1]
+        for c in range(C):
+            for d in range(c + 1):
+                explained = (V[..., c] * V[..., d]).sum(0)
+                own[:, c, d] -= explained
+                if d < c:
+                    own[:, d, c] -= explained
+        return own
+
+    def solve(self, r: Tensor, mean: Mean) -> Tensor:
+        b = r + per_example(mean.u, self._W)
+        return b - self.shrink((self._K @ b.flatten()).view_as(b))
+
+    def shrink(self, u: Tensor, ε: Tensor | float = 0.0) -> Tensor:
+        """`SA⁻¹(Sᵀu + ε)`.  # [..., N, C], [..., N, R]"""
+        Su = per_example(u, self.root) + ε
+        solved = torch.cholesky_solve(Su.reshape(-1, len(self._L)).mT, self._L).mT.reshape(Su.shape)
+        return per_example(solved, self.root.mT)
+
+
+class WeightSpace(WhitenedGaussian):
+    """By the Cholesky factor of the precision."""
+
+    def __init__(self, train: WhitenedRows, W: Tensor) -> None:
+        self._train, self._W = train, W
+        P = train.hessian(W)
+        P.diagonal().add_(1)
+        self.cholesky = torch.linalg.cholesky(P)
+
+    @cached_property
+    def _Σ(self) -> Tensor:
+        return torch.cholesky_inverse(self.cholesky)
+
+    @property
+    def divergence(self) -> float:
+        return float(2 * self.cholesky.diagonal().log().sum() - (self._W * self._of_train).sum())
+
+    @cached_property
+    def _of_train(self) -> Tensor:
+        return self._train.covariance(self._Σ, self._train)
+
+    def covariance(self, rows: WhitenedRows) -> Tensor:
+        return self._of_train if rows is self._train else rows.covariance(self._Σ, self._train)
+
+    def solve(self, r: Tensor, mean: Mean) -> Tensor:
+        """`w = P⁻¹J̃ᵀb` is `J̃ᵀ(b − WJ̃w)`."""
+        b = r + per_example(mean.u, self._W)
+        w = torch.zeros_like(self._train.start)
+        g = self._train.pull(b)[self._train.order]
+        w[self._train.order] = torch.cholesky_solve(g.unsqueeze(-1), self.cholesky).squeeze(-1)
+        return b - per_example(self._train.push(w), self._W)
+
+
+class DiagonalSpace(WhitenedGaussian):
+    """The diagonal of the precision."""
+
+    def __init__(self, train: WhitenedRows, W: Tensor) -> None:
+        self._train, self._W = train, W
+        self.precision = train.hessian_diagonal(W) + 1  # [P]
+
+    @property
+    def divergence(self) -> float:
+        return float((self.precision.log() - 1 + 1 / self.precision).sum())
+
+    def covariance(self, rows: WhitenedRows) -> Tensor:
+        return rows.diagonal_covariance(1 / self.precision)
+
+    def solve(self, r: Tensor, mean: Mean) -> Tensor:
+        """By conjugate gradients, with the whole precision."""
+        train, W = self._train, self._W
+        b = r + per_example(mean.u, W)
+
+        def precision(w: Tensor) -> Tensor:
+            return w + train.pull(per_example(train.push(w), W))
+
+        w = conjugate_gradients(precision, train.pull(b), _FORCING, _PRODUCTS, lambda w: w / self.precision)
+        return b - per_example(train.push(w), W)
+
+
+def per_example(u: Tensor, M: Tensor) -> Tensor:
+    """`uₙMₙ` of each example.  # [N, p] or [S, N, p], [N, p, q] -> [N, q] or [S, N, q]"""
+    if u.ndim == 2:
+        return (u.unsqueeze(-2) @ M).squeeze(-2)
+    return torch.bmm(u.transpose(0, 1), M).transpose(0, 1)
+
+
+def mean_fisher(likelihood: Likelihood, f: Tensor, y: Tensor | None = None) -> Tensor:
+    """`E[Λ]` over the draws of each example.  # [b, C, S] -> [b, C, C]"""
+    columns = likelihood.fisher_root(f, y).detach()  # [K, b, C, S]
+    return torch.einsum("kbcs,kbds->bcd", columns, columns) / f.shape[-1]
+
+
+def symmetric_root(M: Tensor) -> Tensor:
+    """# [..., C, C]"""
+    if M.shape[-1] == 1:
+        return M.clamp_min(0).sqrt()
+    values, vectors = torch.linalg.eigh(M)
+    return vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT
+
+
+def _blocks_times(S: Tensor, K: Tensor) -> Tensor:
+    """`SᵀK` with the block-diagonal matrix of `S`.  # [N, C, R], [N·C, M] -> [N·R, M]"""
+    return (S.mT @ K.reshape(*S.shape[:2], -1)).flatten(0, 1)
+
+
+def _columns(W: Tensor) -> Tensor:
+    """A root of `W` without the columns that are zero everywhere: of a softmax `W1 = 0`.  # [N, C, C] -> [N, C, R]"""
+    if W.shape[-1] == 1:
+        return W.clamp_min(0).sqrt()
+    values, vectors = torch.linalg.eigh(W)
+    kept = values.amax(0) > 4 * len(values[0]) * torch.finfo(W.dtype).eps * values.max()
+    return vectors[..., kept] * values[..., None, kept].clamp_min(0).sqrt()
