@@ -62,13 +62,7 @@ class Table:
         self._make = make
 
     def __call__(
-        self,
-        argument: str,
-        value: Any,
-        *words: str,
-        error: Any = None,
-        named: bool | str | None = None,
-        **others: Any,
+        self, argument: str, value: Any, *words: str, error: Any = None, named: bool | str | None = None, **others: Any
     ) -> None:
         make = self._make
 
@@ -80,9 +74,8 @@ class Table:
         name = needs_name if isinstance(needs_name, str) else argument  # of the field at fault in an option object
         also = "".join(f", {key}={_shown(v)}" for key, v in others.items())
         needed = (name, *words) if needs_name else words
-        self.rows.append(
-            Row(self.of, argument, _shown(value) + also, call, needed, self.error if error is None else error)
-        )
+        error = self.error if error is None else error
+        self.rows.append(Row(self.of, argument, _shown(value) + also, call, needed, error))
 
     def anything_goes(self, argument: str, reason: str) -> None:
         """Of this argument every value works."""

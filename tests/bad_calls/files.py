@@ -60,9 +60,7 @@ state = Table(
     named=False,
     error=(PosteriorError, TypeError),
 )
-state(
-    "network", Of(lambda t: mlp(3, 4), "other outputs"), "belongs to another network: it has 2.weight of shape (3, 4)"
-)
+state("network", Of(lambda t: mlp(3, 4), "other outputs"), "another network: it has 2.weight of shape (3, 4)")
 state("network", Of(lambda t: torch.nn.Linear(3, 3), "Linear"), "belongs to another network", "no such parameter")
 state("network", "net", "network must be an nn.Module that maps x to f, got 'net'")
 state("state", {}, "holds no posterior that this version reads")
@@ -115,9 +113,7 @@ checkpoints("paths", Of(lambda t: [_file([1]).make(t)], "a list"), "is no checkp
 checkpoints("paths", Of(lambda t: [_cut(t)], "cut"), "is no checkpoint's file, or was cut short")
 checkpoints("paths", [3], "path must be a file's path or URL, got 3")
 checkpoints("paths", Of(lambda t: [t.folder / "no.ckpt"], "nowhere"), "there is no checkpoint's file at", error=OSError)
-checkpoints(
-    "module", Of(lambda t: t.net(), "a network"), "module= is one Sequential", "pass the class", paths=_checkpoint
-)
+checkpoints("module", mlp(), "module= is one Sequential", "pass the class", paths=_checkpoint)
 checkpoints("module", "Lit", "module must be a LightningModule's class, or a function", "got 'Lit'", paths=_checkpoint)
 checkpoints("name", "l2m", "no posterior named 'l2m'; it has 'laplace'", paths=_checkpoint)
 checkpoints("name", 3, "no posterior named 3", paths=_checkpoint)

@@ -20,27 +20,25 @@ OOD = {"score": SCORES, "is_ood": FLAGS}
 KEPT = {"confidence": SCORES, "correct": FLAGS}
 
 FUNCTIONS: dict[str, dict[str, torch.Tensor]] = {
-    **dict.fromkeys(
-        ("negative_log_likelihood", "brier_score", "brier_decomposition", "calibration_error", "reliability_bins"),
-        PROBS,
-    ),
-    **dict.fromkeys(("gaussian_nll", "gaussian_crps", "interval_coverage", "interval_width"), REAL),
-    **dict.fromkeys(("regression_calibration_error", "regression_calibration_curve"), REAL),
-    "ood_detection": OOD,
-    **dict.fromkeys(("risk_coverage", "risk_coverage_curve"), KEPT),
+    name: given
+    for names, given in (
+        ("negative_log_likelihood brier_score brier_decomposition calibration_error reliability_bins", PROBS),
+        ("gaussian_nll gaussian_crps interval_coverage interval_width", REAL),
+        ("regression_calibration_error regression_calibration_curve", REAL),
+        ("ood_detection", OOD),
+        ("risk_coverage risk_coverage_curve", KEPT),
+    )
+    for name in names.split()
 }
 CLASSES: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
-    "NegativeLogLikelihood": ({}, PROBS),
-    "BrierScore": ({}, PROBS),
-    "BrierDecomposition": ({"num_classes": 2}, PROBS),
-    "CalibrationError": ({}, PROBS),
-    "GaussianNLL": ({}, REAL),
-    "GaussianCRPS": ({}, REAL),
-    "IntervalCoverage": ({}, REAL),
-    "IntervalWidth": ({}, REAL),
-    "RegressionCalibrationError": ({}, REAL),
-    "OODDetection": ({}, OOD),
-    "RiskCoverage": ({}, KEPT),
+    name: ({"num_classes": 2} if name == "BrierDecomposition" else {}, given)
+    for names, given in (
+        ("NegativeLogLikelihood BrierScore BrierDecomposition CalibrationError", PROBS),
+        ("GaussianNLL GaussianCRPS IntervalCoverage IntervalWidth RegressionCalibrationError", REAL),
+        ("OODDetection", OOD),
+        ("RiskCoverage", KEPT),
+    )
+    for name in names.split()
 }
 
 BAD: dict[str, list[tuple[Any, str]]] = {
@@ -82,12 +80,8 @@ SETTINGS: dict[str, list[tuple[Any, str]]] = {
     "norm": [("l3", "unknown norm 'l3': use one of 'l1', 'l2', 'max'"), (2, "unknown norm 2: use one of")],
     "binning": [("log", "unknown binning 'log': use one of 'width', 'mass'")],
     "kind": [("all", "unknown kind 'all': use one of 'top_label', 'class_wise'")],
-    "level": [
-        (0.0, "strictly between 0 and 1, got 0.0"),
-        (95, "strictly between 0 and 1, got 95"),
-        ("wide", "must be a number, got 'wide'"),
-        (math.nan, "must be a number, got nan"),
-    ],
+    "level": [(bad, f"strictly between 0 and 1, got {bad}") for bad in (0.0, 95)]
+    + [(bad, f"must be a number, got {bad!r}") for bad in ("wide", math.nan)],
     "df": [
         (2.0, "more than 2, or the variance is infinite; got 2"),
         (torch.tensor([3.0, math.nan]), "more than 2"),
@@ -95,10 +89,6 @@ SETTINGS: dict[str, list[tuple[Any, str]]] = {
         ("heavy", "must be a tensor, got 'heavy'"),
     ],
     "ignore_index": [(1.5, "must be a whole number, got 1.5"), ("pad", "must be a whole number, got 'pad'")],
-    "resolution": [],
-    "score_range": [],
-    "num_classes": [],
-    "validate_args": [],
 }
 
 

@@ -20,9 +20,8 @@ DATA: dict[str, dict[str, Any]] = {
     "regression_bands": {"x": ZEROS, "mean": ZEROS, "epistemic": ONES, "aleatoric": ONES},
     "decision_map": GRID,
 }
-MAPS = Prediction(
-    torch.ones(2, 3, 4, 5), torch.ones(2, 3, 4, 5), torch.ones(2, 4, 5), probs=torch.full((2, 3, 4, 5), 1 / 3)
-)
+EACH = torch.ones(2, 3, 4, 5)
+MAPS = Prediction(EACH, EACH, torch.ones(2, 4, 5), probs=EACH / 3)
 
 
 def _axes(n: int) -> Any:
@@ -82,9 +81,7 @@ mapped("y", torch.zeros(1), "must be a vector of at least two, got shape [1]")
 mapped("points", torch.zeros(4, 3), "must be [N, 2], got shape [4, 3]", labels=torch.zeros(4))
 mapped("points", [[0.0, 0.0]], "must be a tensor", labels=torch.zeros(1))
 mapped("labels", torch.zeros(4), "needs points=", "points")
-mapped(
-    "labels", torch.zeros(3), "must have a value for each of the 4 of points, got shape [3]", points=torch.zeros(4, 2)
-)
+mapped("labels", torch.zeros(3), "a value for each of the 4 of points, got shape [3]", points=torch.zeros(4, 2))
 
 
 def _log(t: Any, **bad: Any) -> Any:

@@ -54,7 +54,6 @@ FITS: dict[str, dict[str, Any]] = {
 }
 METHODS: dict[str, Any] = {
     "laplace": lambda: LaplaceCallback(progress=False),
-    "marglik": lambda: LaplaceCallback(structure="lowrank", tune="marglik", progress=False),
     "l2m": lambda: L2MCallback(loss_scale=1.0, n_data=24),
     "swag": lambda: SWAGCallback(start=0, every_n_steps=1),
     "online": lambda: OnlineLaplaceCallback("classification", memory_factor=0.1),

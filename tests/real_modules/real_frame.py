@@ -154,19 +154,18 @@ class Journey:
         monkeypatch.setattr(input_sum, "WIDE", 10**6)
         k, batch = 2, next(iter(self.case.loader(TRAINED, 0)))
         x = self.split(module, batch)
-        live: list[tuple[int, int]] = []
+        batches, of_predict = Batches(batch, 3 * k + 1), []
         gc.collect()
         gc.freeze()  # what there is before is not counted, which would take long
         try:
-            callback._pass(None, module, Batches(batch, 3 * k + 1, live))  # type: ignore[attr-defined]
+            callback.fit_now(None, module, batches)
             for _ in range(3 * k + 1):
                 callback.predict(x)
-                live.append(count_live())
+                of_predict.append(count_live())
         finally:
             gc.unfreeze()
-        of_fit, of_predict = live[: 3 * k + 1], live[3 * k + 1 :]
-        assert of_fit[k] == of_fit[3 * k]
-        assert of_predict[k] == of_predict[3 * k]
+        for counts in (max(batches.passes, key=len), of_predict):
+            assert counts[k] == counts[3 * k]
 
     def split(self, module: L.LightningModule, batch: Any) -> Any:
         """The input, without targets."""
@@ -183,11 +182,12 @@ class Batches:
 
     batch: Any
     n: int
-    counts: list[tuple[int, int]]
+    passes: list[list[tuple[int, int]]] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Any]:
+        self.passes.append([])
         for batch in repeat(self.batch, self.n):
-            self.counts.append(count_live())
+            self.passes[-1].append(count_live())
             yield batch
 
 

@@ -218,9 +218,9 @@ def test_merged_adapter_is_refused_until_it_is_unmerged() -> None:
     posterior = fit_laplace(network, [data])
     expected = posterior.predict(x).probs
     network.merge_adapter()
-    with pytest.raises(CurvatureError, match=r"query.lora_A.default.weight does not reach .* unmerge_adapter\(\)"):
+    with pytest.raises(CurvatureError, match=r"unmerge_adapter\(\)"):
         fit_laplace(network, [data])
-    with pytest.raises(PosteriorError, match="weights are not those the posterior was fitted to"):
+    with pytest.raises(PosteriorError, match="weights are not those"):
         posterior.predict(x)
     network.unmerge_adapter()
     torch.testing.assert_close(posterior.predict(x).probs, expected)
