@@ -83,9 +83,9 @@ class PosteriorCallback(Callback):
             `Network(name, output, class_dim)`.
         predictive: "glm", "bnn" or "map", or an option such as `GLM(link="probit", samples=100)`.
             `LaplaceCallback` also takes "gp" and `GP(points=…)`.
-        calibrate: "auto" finds one number on the first validation dataloader, if there is one, that corrects
-            predictions: a temperature of the probabilities ("probs"), or a factor on a regression's variance. "outputs"
-            is a temperature of the network's outputs instead; None finds none.
+        calibrate: "auto" corrects predictions on the first validation dataloader, if there is one: by a temperature of
+            the probabilities ("probs"), or by a factor on a regression's variance and the degrees of freedom of its
+            tails. "outputs" finds a temperature of the network's outputs instead; None finds none.
 
         name: suffix of the logged numbers, and key among several callbacks.
         ood: dataloaders after the first hold out-of-distribution data.
