@@ -87,7 +87,7 @@ def common(table: Table) -> None:
 
 
 def shared(table: Table) -> None:
-    """What variational modules have, too."""
+    """What variational modules also have."""
     table("likelihood", "softmax", "'softmax'", "use one of 'classification', 'binary', 'regression'")
     words(table, "predictive", "predict_step")
     mappings(table, "predictive", "glm", "samples")
