@@ -32,6 +32,8 @@ def test_a_warning_names_the_users_line(tmp_path: Path) -> None:
 def test_only_the_first_process_speaks(
     variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    for other in ("RANK", "LOCAL_RANK"):  # a Trainer may have set them
+        monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(variable, "1")
     warn("an error in a test, if it appeared")
     inform("not said")
