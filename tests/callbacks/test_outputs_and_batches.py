@@ -213,7 +213,7 @@ def test_a_network_may_take_the_dict_as_it_is() -> None:
             "^output='scores' names no tensor in what the network returned",
         ),
         ({"network": Network(output=1, class_dim=3)}, "^class_dim=3 is no dimension of outputs of shape"),
-        ({"network": Network(output=1, class_dim=1)}, "or name the classes' dimension with class_dim="),
+        ({"network": Network(output=1, class_dim=1)}, "or set the class dimension with class_dim="),
     ],
 )
 def test_a_wrong_output_is_an_error_before_training(words: dict[str, Any], message: str, tmp_path: Path) -> None:
