@@ -210,9 +210,9 @@ def test_a_network_may_take_the_dict_as_it_is() -> None:
         ({}, "must return one tensor, but it returned tuple.*output="),
         (
             {"network": Network(output="scores")},
-            "^output='scores' names no tensor in what the network returned",
+            "^output='scores' finds no tensor in the network's return value",
         ),
-        ({"network": Network(output=1, class_dim=3)}, "^class_dim=3 is no dimension of outputs of shape"),
+        ({"network": Network(output=1, class_dim=3)}, "^class_dim=3 is not a dimension after the first"),
         ({"network": Network(output=1, class_dim=1)}, "or set the class dimension with class_dim="),
     ],
 )

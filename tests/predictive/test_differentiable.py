@@ -429,7 +429,7 @@ def test_tokens() -> None:
     network = made(lambda: nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 3)))
     tokens = torch.arange(2 * N).reshape(N, 2) % 5
     posterior = fit_laplace(network, [(tokens, Y)])
-    with pytest.raises(DataError, match="x holds only integers: give the network their embeddings"):
+    with pytest.raises(DataError, match="x has only integers: pass their embeddings"):
         posterior.predict(tokens, differentiable=True)
 
 
