@@ -157,7 +157,7 @@ def test_classes_are_where_the_caller_says() -> None:
     named = fit_laplace(network, [(ids, labels)], output=Network(class_dim=-1))
     reference = fit_laplace(Tokens("dense").double(), [(ids, labels)], output=Network(class_dim=1))
     torch.testing.assert_close(named.precision.to_dense(), reference.precision.to_dense(), **TIGHT)
-    with pytest.warns(BayesWarning, match="set class_dim=-1"):
+    with pytest.warns(BayesWarning, match=r"Network\(class_dim=-1\)"):
         guessed = fit_laplace(network, [(ids, labels)])
     assert not torch.allclose(guessed.precision.to_dense(), named.precision.to_dense())
     from_dict = fit_laplace(Tokens("dict").double(), [(ids, labels)])  # whose logits have classes last
