@@ -98,11 +98,11 @@ def shared(table: Table) -> None:
         table("seed", seed, f"must be a whole number of at least 0, got {seed}")
     table("network", "", "must be the dotted name of a submodule")
     table("network", {"output": 2.5}, "must be a key, an attribute's name or an index, got 2.5", named="output")
-    table("network", {"class_dim": 0}, "class_dim=0 is the dimension of the examples", named="class_dim")
+    table("network", {"class_dim": 0}, "class_dim=0 is the batch dimension", named="class_dim")
     table("network", {"ouput": 1}, "network has no argument 'ouput'")
     for name in ("", None, 3):
         table("name", name, "must be a word", f"got {name!r}")
-    table("name", "map", "'map' is the name of the plain network's own scores")
+    table("name", "map", "'map' is reserved for the scores of the plain network")
     for name in ("a/b", "a\\b"):
         table("name", name, "must not contain a slash")
 
@@ -166,7 +166,7 @@ def mappings(table: Table, argument: str, kind: str, field: str) -> None:
     """An option as a dictionary of plain values."""
     table(argument, {"kind": "kfca"}, f"unknown kind of {argument} 'kfca': use one of ")
     table(argument, {field: 3}, f"unknown kind of {argument} None: use one of ")
-    table(argument, {"kind": kind, "sizes": 3}, f"{argument} has no argument 'sizes': use some of ", error=TypeError)
+    table(argument, {"kind": kind, "sizes": 3}, f"{argument} has no argument 'sizes': use any of ", error=TypeError)
     table(argument, {"kind": kind, field: 0}, f"{field} {COUNT}, got 0", named=field)
 
 

@@ -70,9 +70,9 @@ laplace("subset", Subnetwork(3), "the loader is an iterator", loader=iter([(X, Y
 
 for _row in OUTPUT:
     laplace(*_row)
-laplace("output", "logits", "output='logits' names no tensor in what the network returned, a Tensor")
-laplace("output", 1, "output=1 names no tensor in what the network returned, a Tensor")
-laplace("output", Network(class_dim=5), "class_dim=5 is no dimension of outputs of shape", named="class_dim")
+laplace("output", "logits", "output='logits' finds no tensor in the network's return value, a Tensor")
+laplace("output", 1, "output=1 finds no tensor in the network's return value, a Tensor")
+laplace("output", Network(class_dim=5), "class_dim=5 is not a dimension after the first", named="class_dim")
 
 # -- the second moment -----------------------------------------------------------------------------------------------
 

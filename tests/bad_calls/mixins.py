@@ -131,6 +131,6 @@ warning = Table(
 )
 warning("module", "net", "module must be an nn.Module, got 'net'")
 warning("example", torch.zeros(2, 7), "Sequential cannot be run on an input of shape [2, 7]")
-warning("example", "abc", "must hold a tensor with a batch dimension")
+warning("example", "abc", "must contain a tensor with a batch dimension")
 
 MIXINS = [vl, vi, variational, modules, vl_loss, replacing, warning]

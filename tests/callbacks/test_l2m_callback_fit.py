@@ -530,7 +530,7 @@ def test_frozen_weights_that_are_unfrozen_on_the_way(tmp_path: Path) -> None:
 
 
 def test_a_batch_of_no_tensor_says_so_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="must hold a tensor with a batch dimension"):
+    with pytest.raises(DataError, match="must contain a tensor with a batch dimension"):
         fitted(tmp_path, l2m(loss_scale=1.0), data=DataLoader(range(9), 2, collate_fn=lambda rows: tuple(rows)))  # type: ignore[arg-type]
 
 
