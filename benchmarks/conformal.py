@@ -3,8 +3,8 @@
     LIGHTNING_BAYES_DATA=… python -m benchmarks.conformal    # five minutes; the numbers of docs/conformal.md
 
 On FashionMNIST, a small network is trained on 5,000 images, and tuned and calibrated on 1,000; another 1,000 are held
-out for sets and thresholds, and 5,000 for testing. On UCI regression, standard splits use a fifth of the training data for
-tuning and hold out another fifth. Results are means over seeds or splits.
+out for sets and thresholds, and 5,000 for testing. On UCI regression, standard splits use a fifth of the training data
+for tuning and hold out another fifth. Results are means over seeds or splits.
 """
 
 from __future__ import annotations
