@@ -21,7 +21,8 @@ import warnings
 import torch.distributed as dist
 
 logger = logging.getLogger("lightning_bayes")
-logger.setLevel(logging.INFO)
+if not logger.level:  # the program has not set it
+    logger.setLevel(logging.INFO)
 _stderr = logging.StreamHandler()
 _stderr.addFilter(lambda record: not logging.root.handlers)
 logger.addHandler(_stderr)

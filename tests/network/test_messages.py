@@ -61,6 +61,12 @@ def test_reports_are_written_once(configured: bool) -> None:
     assert not ran.stdout
 
 
+def test_a_level_set_before_the_import_stays() -> None:
+    setup = "import logging; logging.getLogger('lightning_bayes').setLevel(logging.ERROR)"
+    code = f"{setup}; from lightning_bayes.network.messages import inform; inform('a report')"
+    assert not subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+
+
 def test_there_is_no_other_way_to_speak() -> None:
     files = [path for path in ROOT.rglob("*.py") if path.name != "messages.py"]
     assert [str(path) for path in files if re.search(OTHER_WAYS, path.read_text(encoding="utf-8"))] == []
