@@ -129,7 +129,7 @@ OVER_TIME: dict[str, Callable[[], nn.Module]] = {
     "conv_circular": lambda: nn.Conv1d(D, D, 3, padding=1, padding_mode="circular"),
     "conv_without_bias": lambda: nn.Conv1d(D, D, 1, bias=False),
     "conv_transposed": lambda: nn.ConvTranspose1d(D, D, 2, stride=2),
-    "conv_transposed_groups": lambda: nn.ConvTranspose1d(D, D, 2, groups=2, padding=1),
+    "conv_transposed_groups": lambda: nn.ConvTranspose1d(D, D, 3, groups=2, padding=1),
     "group_norm": lambda: moved(nn.GroupNorm(2, D)),
     "batch_norm": lambda: moved(nn.BatchNorm1d(D)),
     "instance_norm": lambda: moved(nn.InstanceNorm1d(D, affine=True, track_running_stats=True)),
@@ -240,6 +240,8 @@ def draw(seed: int) -> Drawn:
         for _ in range(3):
             B, T = choice.randint(1, 5), choice.randint(2, 5)
             x = torch.randn(B, T, D).double() if front == "real" else torch.randint(TOKENS, (B, T))
+            if front != "real" and pooling == "largest":  # equal tokens would share the largest value
+                x = (x[:, :1] + torch.arange(T)) % TOKENS
             batches.append(Case(network.double().eval(), x, _targets(likelihood, B), likelihood))
     kind = f"{front} → {' → '.join(names)} → {pooling} → {type(likelihood).__name__}"
     return Drawn(kind, network, batches)
