@@ -296,7 +296,7 @@ class EffectiveBatchSize:
         return 1 / (squares + (1 - sums) / self.n_data if self.n_data else squares)
 
     def add(self, examples: int) -> None:
-        """Add a batch of all processes, whose mean loss is part of the next step."""
+        """Add a batch over all processes. Its mean loss is part of the next step."""
         self.waiting, self.waiting_inverse = self.waiting + 1, self.waiting_inverse + 1 / examples
 
     def count_step(self, global_step: int, parts: int | None, decay: float) -> None:

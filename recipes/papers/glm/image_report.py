@@ -1,4 +1,5 @@
-"""The report on `scores.csv` of the GLM paper's images: a table beside the paper's, its statements, and figures."""
+"""The report on `scores.csv` of the GLM paper's images: a table with the paper's numbers, the paper's statements, and
+figures."""
 
 from __future__ import annotations
 
