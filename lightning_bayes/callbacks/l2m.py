@@ -277,7 +277,7 @@ class L2MCallback(PosteriorCallback):
 class EffectiveBatchSize:
     """Counts the batches and examples of each step, in plain numbers that a checkpoint can store."""
 
-    n_data: int = 0  # N, the examples that batches are drawn from
+    n_data: int = 0  # N, the number of examples that batches are drawn from
     n_targets: int = 0  # targets of one example; a mean loss averages over them too
     loss_scale: float = 0.0  # the scale of the first batch's loss; 0 for the default
     global_step: int = 0

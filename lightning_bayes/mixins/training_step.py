@@ -122,7 +122,7 @@ class ForwardCall:
         return self.read(self.tensor)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The outputs in a returned tensor, or their gradients in its gradient."""
+        """Extract the outputs from a returned tensor, or their gradients from its gradient."""
         f = self.read_as.arranged(tensor)
         return self.x.rows(f) if isinstance(self.x, inputs.Container) else f
 

@@ -160,7 +160,7 @@ def count_examples(trainer: Trainer, instead: str = "pass n_data=") -> int:
 
 
 def drawn_batches(trainer: Trainer, loader: Any = None) -> int | None:
-    """The number of leading batches that training draws from; None for all, also if a limit applies to shuffled data.
+    """The number of leading batches that training draws from; None for all, even if a limit applies to shuffled data.
     `loader` defaults to the Trainer's."""
     loader = single(trainer.train_dataloader if loader is None else loader)
     # In a run of one batch, that batch would be all the data.

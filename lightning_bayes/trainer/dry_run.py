@@ -82,7 +82,7 @@ class DryRun:
             raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}: {_SPLIT}")
         x = inputs.contained(network, x, y)
         size, modules = inputs.batch_size(x), [network]
-        if not is_sharded(network):  # its first forward pass must be the step's own
+        if not is_sharded(network):  # a sharded network must run first in the step itself
             with preserved_rng(module.device), forward_context(trainer), kept_buffers(network):
                 self.f, modules = _run(network, callback.network.name, x, size)
                 callback.read_by_targets(module, x, y)

@@ -257,7 +257,7 @@ class PosteriorCallback(Callback):
         run_last(trainer, posterior_callbacks(trainer))
         names = [callback.name for callback in posterior_callbacks(trainer)]
         if names.count(self.name) > 1:
-            raise ValueError(f"two callbacks on one Trainer are named {self.name!r}: give each a name= that differs")
+            raise ValueError(f"two callbacks on one Trainer are named {self.name!r}: give each a different name=")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._has_trained = False
