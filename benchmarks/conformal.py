@@ -1,4 +1,4 @@
-"""The size and coverage of conformal sets and intervals: MAP beside the Laplace posterior.
+"""The size and coverage of conformal sets and intervals, for MAP and for the Laplace posterior.
 
     LIGHTNING_BAYES_DATA=… python -m benchmarks.conformal    # five minutes; the numbers of docs/conformal.md
 

@@ -59,7 +59,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure_fit(network: str, examples: int, repeats: int, fit: str, contender: str) -> Result:
-    """One fit of a fresh network per run, compared with plain epochs of another."""
+    """Measure one fit of a fresh network per run, compared with plain epochs of another network."""
     case, wanted = NETWORKS[network], FITS[fit]
     data = case.data(examples)
     work = _load_ours(wanted) if contender == OURS else _load_peer(wanted, contender)

@@ -2,7 +2,7 @@
 
 The peak memory that a step adds to its process is also given relative to what a plain forward and backward pass of
 the same batch adds to a separate process; time is in such passes. There are 20 function samples, and 5 for several
-images: memory does not grow with them, time does. Images are noise, and the network is untrained.
+images: memory does not grow with them, but time does. Images are noise, and the network is untrained.
 """
 
 from __future__ import annotations

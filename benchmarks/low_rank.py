@@ -1,4 +1,4 @@
-"""What a low rank omits: the largest eigenpairs of the GGN beside KFAC and the exact GGN, on small networks.
+"""What a low rank omits: the largest eigenpairs of the GGN compared with KFAC and the exact GGN, on small networks.
 
     LIGHTNING_BAYES_DATA=… python -m benchmarks.low_rank    # some minutes; the table of docs/structures.md
 

@@ -1,4 +1,4 @@
-"""laplace-torch with each of its backends, and two of the backends alone."""
+"""laplace-torch with each of its backends, and two of the backends without it."""
 
 from __future__ import annotations
 

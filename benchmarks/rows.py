@@ -74,7 +74,7 @@ def _number(value: float | None) -> float:
 
 
 def measured(rows: Iterable[Row], pattern: str) -> list[tuple[float, Row]]:
-    """Rows that match `pattern`, in which `*` is a number, with that number; failures are skipped."""
+    """Rows that match `pattern`, each with the number that matches `*`; failures are skipped."""
     start, _, end = pattern.partition("*")
     names = [(row.name.removeprefix(start).removesuffix(end), row) for row in rows if not row.failure]
     return [(float(n), row) for n, row in names if n.isdecimal() and row.name == f"{start}{n}{end}"]

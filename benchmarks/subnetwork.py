@@ -58,7 +58,7 @@ def measure_last_layer(examples: int, repeats: int) -> Result:
 
     cnn, small = NETWORKS["CNN"], NETWORKS["MLP"]
     data, words = cnn.data(examples), {"subset": "last_layer", "structure": "full"}
-    fit_laplace(small.fresh(), small.data(2), **words)  # what is imported at its first use
+    fit_laplace(small.fresh(), small.data(2), **words)  # triggers imports at first use
     epoch = partial(plain_epoch, cnn.fresh(), data)
     return side_by_side(lambda: partial(fit_laplace, cnn.fresh(), data, **words), epoch, repeats)
 
@@ -73,7 +73,7 @@ def measure(kind: str, width: int, quick: bool, n: int) -> Result:
     if n == 0:
         return side_by_side(lambda: reference, reference, 1 if quick else 5)
     small = case(kind, 8)
-    fit_laplace(small.fresh(), small.data(2), subset=Subnetwork(3, "random"))  # what is imported at its first use
+    fit_laplace(small.fresh(), small.data(2), subset=Subnetwork(3, "random"))  # triggers imports at first use
     work = partial(fit_laplace, network.fresh(), data, subset=Subnetwork(n, "random"))
     return side_by_side(lambda: work, reference, 1 if quick else 5)
 

@@ -1,8 +1,8 @@
 """Is a step of Variational Laplace in two passes as good as one in three? `python -m benchmarks.two_passes`
 
-The pass at `μ + εv`, which the true and the sampled labels share, takes their gradient `ε‖v‖` away from the mean. For
-networks with any σ, untrained and trained, the first table compares the gradient of the weights in float32 with that
-of the whole objective in float64 by double backward, over the batches of the training data:
+The pass at `μ + εv`, which the true and the sampled labels share, takes their gradient at a distance of `ε‖v‖` from the
+mean. For networks with any σ, untrained and trained, the first table compares the gradient of the weights in float32
+with that of the whole objective in float64 by double backward, over the batches of the training data:
 
 - bias: the length of the mean error over the batches and both signs of ε, relative to that of the mean gradient;
 - one sign: the same without the random sign;

@@ -58,7 +58,7 @@ def draw(n: int, low: float, high: float, generator: torch.Generator) -> tuple[T
 
 
 def train(run: Run, x: Tensor, y: Tensor) -> Any:
-    """The posterior of SWAG, whose network has the trained weights."""
+    """The SWAG posterior, on a network with the trained weights."""
     L.seed_everything(run.seed, verbose=False)
     loader, swag = DataLoader(TensorDataset(x, y), 30, shuffle=True), SWAGCallback(NOISE, network="net")
     trainer = L.Trainer(max_epochs=run.settings.epochs, callbacks=[swag], accelerator="cpu", **WITH_BAR)

@@ -75,7 +75,7 @@ def _current(folder: Path, present: list[SetUp]) -> list[results.Row]:
 
 
 def _with_data(chosen: list[SetUp]) -> list[SetUp]:
-    """The setups whose data are available. Report the others."""
+    """Return the setups with available data, and report the others."""
     missing: dict[str, str] = {}
     readable: dict[tuple[str, bool], bool] = {}
     for setup in chosen:

@@ -23,11 +23,11 @@ from torch import Tensor
 
 VARIABLE = "LIGHTNING_BAYES_DATA"
 TILE, TILES_IN_ROW = 32, 100
-BUNDLED = ("digits", "wine", "breast_cancer", "diabetes")  # with scikit-learn
+BUNDLED = ("digits", "wine", "breast_cancer", "diabetes")  # datasets that scikit-learn ships
 
 
 class MissingDataError(FileNotFoundError):
-    """Missing data; the message names the expected location."""
+    """Raised for missing data; the message names the expected location."""
 
 
 def default_folder() -> Path:
@@ -35,7 +35,7 @@ def default_folder() -> Path:
 
 
 def bundled(name: str) -> tuple[Tensor, Tensor]:
-    """One of `BUNDLED`, as scikit-learn ships it.  # [N, features], [N]"""
+    """Read one of `BUNDLED`, as scikit-learn ships it.  # [N, features], [N]"""
     from sklearn import datasets
 
     x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
@@ -60,8 +60,8 @@ def uci_classification(name: str, folder: Path | None = None) -> tuple[Tensor, T
 def uci_regression(
     name: str, split: int = 0, gap: bool = False, folder: Path | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All rows and targets, and the training and test rows of one split; a gap split tests on the middle third of one
-    feature, and there is one for each feature.  # [N, features], [N], [train], [test]"""
+    """Read all rows and targets, and the training and test rows of one split. A gap split tests on the middle third of
+    one feature; there is one gap split per feature.  # [N, features], [N], [train], [test]"""
     held = _npz((folder or default_folder()) / "uci_regression" / f"{name}.npz")
     kind = "gap" if gap else "standard"
     if f"{kind}_train_{split}" not in held:

@@ -37,7 +37,7 @@ class SetUp:
     seed: int  # seed of the split and the training; for UCI regression, the number of the split
     gap: bool = False
     quick: bool = False  # whether it also runs without FULL
-    members: int = 1  # if more than one, an ensemble of these is trained, too
+    members: int = 1  # if more than one, also train an ensemble of these
     known: tuple[int, ...] = ()  # classes used in training, if not all
 
     @property

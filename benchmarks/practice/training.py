@@ -1,7 +1,7 @@
 """Train a setup's network, or read it from the folder of an earlier run.
 
-A file holds the weights, those of the ensemble's other members, the optimizer's state at the same step (L2M reads its
-second moments) and the rows of each split.
+A file contains the weights of the network and of the ensemble's other members, the optimizer's state at the same step
+(L2M reads its second moments) and the rows of each split.
 """
 
 from __future__ import annotations

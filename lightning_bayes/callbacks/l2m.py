@@ -277,7 +277,7 @@ class L2MCallback(PosteriorCallback):
 class EffectiveBatchSize:
     """Counts the batches and examples of each step, in plain numbers that a checkpoint can store."""
 
-    n_data: int = 0  # N, the examples that batches are drawn from
+    n_data: int = 0  # N, the number of examples that batches are drawn from
     n_targets: int = 0  # targets of one example; a mean loss averages over them too
     loss_scale: float = 0.0  # the scale of the first batch's loss; 0 for the default
     global_step: int = 0
@@ -296,7 +296,7 @@ class EffectiveBatchSize:
         return 1 / (squares + (1 - sums) / self.n_data if self.n_data else squares)
 
     def add(self, examples: int) -> None:
-        """Add a batch of all processes, whose mean loss is part of the next step."""
+        """Add a batch over all processes. Its mean loss is part of the next step."""
         self.waiting, self.waiting_inverse = self.waiting + 1, self.waiting_inverse + 1 / examples
 
     def count_step(self, global_step: int, parts: int | None, decay: float) -> None:

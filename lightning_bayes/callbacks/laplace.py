@@ -91,9 +91,9 @@ class LaplaceCallback(PosteriorCallback):
 
         structure: "auto" ("full" for a small regression, otherwise "kron"), "kron", "ekfac" (a second pass), "diag",
             "full" or "lowrank" (several passes), or an option such as `Kron(rank="auto")`; for a `Subnetwork`, "full".
-        subset: "auto" (all weights, but the last layer of a network with more than a million weights whose predictions
-            would take more than about 20 forward passes), "all", "last_layer", a list of parameter or module names, or
-            a `Subnetwork`.
+        subset: "auto" (all weights; only the last layer if there are more than a million weights and a prediction would
+            take more than about 20 forward passes), "all", "last_layer", a list of parameter or module names, or a
+            `Subnetwork`.
         curvature: "auto", "ggn", "fisher_mc" (or `FisherMC(samples=3)`) or "empirical_fisher"; see `fit_laplace`.
         prior_precision: a number, or one per layer; with a posterior as `prior`, a factor on its precision.
         prior: `Prior(mean=…, temperature=…)`, or a posterior or its file. It has no effect on training: add

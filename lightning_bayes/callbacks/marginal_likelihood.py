@@ -63,7 +63,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
     prior's gradient at the scale of the loss. The optimizer must have no weight decay.
 
     Args:
-        likelihood: "classification", "binary" or "regression", or a `Likelihood`, whose noise is the initial one.
+        likelihood: "classification", "binary" or "regression", or a `Likelihood` with the initial noise.
 
         evidence: "marglik" or "mackay", at the current weights, "linear", at the optimum of the linearised network, or
             `Learning(method, steps, lr, noise, keep, …)`.
@@ -499,7 +499,7 @@ class LossScale:
             return self._given
         if c is None:
             c = default_loss_scale(self._likelihood, n_targets)
-            tell = inform if automatic else warn  # in manual optimization no loss is compared
+            tell = inform if automatic else warn  # manual optimization compares no loss
             tell(
                 f"{self._name}: the loss could not be compared with the likelihood: it is taken to be {c:.4g} times "
                 "the mean negative log-likelihood; set loss_scale= if it is not"

@@ -459,7 +459,7 @@ class CurvatureMemory:
         self._measured, self._examples_measured = None, 0
 
     def keep(self) -> None:
-        """Count the measurement for the next step, as its gradient does; several batches may be accumulated."""
+        """Keep the measurement for the next step, which uses its gradient; several batches may be accumulated."""
         if self._measured is None:
             return
         is_finite = self._measured.amax().isfinite()  # NaN propagates, and no entry is negative

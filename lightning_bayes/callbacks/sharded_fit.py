@@ -74,7 +74,7 @@ def check_settings(callback: LaplaceCallback) -> None:
         if is_unsupported:
             raise RuntimeError(
                 f"{kind} with {setting} needs the whole network on every process, but {_SHARDED} shards it: "
-                "leave that out, or use strategy='ddp' or a single device"
+                "leave it out, or use strategy='ddp' or a single device"
             )
 
 

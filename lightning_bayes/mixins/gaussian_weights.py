@@ -66,7 +66,7 @@ class PriorStdError(ValueError):
 
 
 class GaussianWeights:
-    """The Gaussian `q` of a module whose layers exist, its part of the loss, and its state."""
+    """The Gaussian `q` of a module with initialised layers, its part of the loss, and its state."""
 
     def __init__(self, module: LightningModule, options: VariationalOptions) -> None:
         self.module, self.options = module, options

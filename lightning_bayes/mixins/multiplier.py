@@ -250,7 +250,7 @@ def _warn_before_training(trainer: Trainer) -> None:
     """Warn if there are too few steps even at the highest known learning rate."""
     if is_dev_run(trainer) or not any(_bounded_groups(optimizer) for optimizer in trainer.optimizers):
         return
-    steps = trainer.estimated_stepping_batches  # which loads the training data
+    steps = trainer.estimated_stepping_batches  # this loads the training data
     if not 1 <= steps < math.inf:
         return
     for optimizer in trainer.optimizers:

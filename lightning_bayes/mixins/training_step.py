@@ -105,7 +105,7 @@ class ForwardCall:
     network: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    versions: list[int]  # of the input tensors
+    versions: list[int]  # version counters of the input tensors
     rng: RandomState
     buffers: Buffers
     returned: Any = None
@@ -114,7 +114,7 @@ class ForwardCall:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor in `returned` that holds the outputs."""
+        """The tensor in `returned` with the outputs."""
         return self._select(self.returned)
 
     @property
@@ -122,7 +122,7 @@ class ForwardCall:
         return self.read(self.tensor)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The outputs in a returned tensor, or their gradients in its gradient."""
+        """Extract the outputs from a returned tensor, or their gradients from its gradient."""
         f = self.read_as.arranged(tensor)
         return self.x.rows(f) if isinstance(self.x, inputs.Container) else f
 
@@ -220,11 +220,11 @@ class StepChecks:
         return self._n_steps % CHECK_INTERVAL == 0
 
     def add(self, f: Tensor, y: Tensor, loss: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Check a step, whose `loss` must be the mean NLL. Returns the targets, with zeros for wrong ones, and whether
+        """Check a step; `loss` must be the mean NLL. Returns the targets, with zeros for wrong ones, and whether
         anything is wrong."""
         check_fit(self._likelihood, f, y)
         if self.is_due:
-            self.raise_pending()  # of earlier steps
+            self.raise_pending()  # raises errors of earlier steps
             self._likelihood.check(f, y)
         is_nan = f.isnan().any()
         wrong, is_impossible, target = wrong_in(self._likelihood, f, y)
@@ -263,14 +263,14 @@ class StepChecks:
 
     def check_graph(self, loss: Tensor, returned: Tensor, read: Callable[[Tensor], Tensor], y: Tensor) -> None:
         """Check that the loss depends on parameters only through the tensor that the network `returned`, and that its
-        gradient there is the one of the mean NLL. `read` gives the outputs in `returned`."""
+        gradient there equals that of the mean NLL. `read` gives the outputs in `returned`."""
         around = {id(leaf) for leaf in _leaves_around(loss, returned)}
         parameters = {name: p for name, p in self._module.named_parameters() if id(p) in around}
         names = _with_direct_gradient(loss, returned, parameters)
         if names:
             raise StepError(
                 f"the loss of training_step depends on {format_names(names)} besides the network's outputs, but a "
-                "variational step trains through the outputs alone: move everything that maps x to f into the module "
+                "variational step trains only through the outputs: move everything that maps x to f into the module "
                 f"that variational={{'network': …}} names, and penalties into weight decay{_or_vl_loss(self._module)}"
             )
         fit = compare_gradients(self._likelihood, loss, [returned], y, 1.0, read)

@@ -66,7 +66,7 @@ class VariationalOptions(UseOptions):
         predictive: what `test` and `predict` use: "mean" or "map" (the network at the mean weights), "bnn" (weight
             samples) or "glm" (the linearised network), or an option. The default is `BNN(samples=10)` for variational
             inference and `GLM(samples=10)` for Variational Laplace.
-        ood: whether dataloaders after the first hold out-of-distribution data.
+        ood: whether dataloaders after the first have out-of-distribution data.
         plots: write reliability diagrams (calibration curves for regression) to the logger, or as PNG files.
         predict_step: "replace" the module's own step in `trainer.predict`, "keep" it, or return "both".
     """
@@ -137,7 +137,7 @@ def options_from(
 
 
 def plain(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options as tensors, numbers and strings, which any checkpoint can hold."""
+    """The options as tensors, numbers and strings, which any checkpoint can store."""
     options: dict[str, Any] = plain_values(given or {})
     likelihood, predictive, network = (options.get(key) for key in ("likelihood", "predictive", "network"))
     if isinstance(likelihood, Likelihood):
@@ -194,7 +194,7 @@ def make_variational(
     predictive: PredictiveOption,
     unused: tuple[str, ...],
 ) -> None:
-    """In a mixin's `__init__`; for the arguments see `options_from`."""
+    """Call this in a mixin's `__init__`; for the arguments see `options_from`."""
     options = options_from(given, name=name, predictive=predictive, unused=unused)
     # `load_from_checkpoint` finds it here, even if the user's module saves no hyperparameters.
     module.hparams["variational"] = plain(given)

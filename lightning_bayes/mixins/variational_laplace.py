@@ -313,7 +313,7 @@ class Direction:
     """`v = σ² ḡ`. Parameters without a σ come last and do not move."""
 
     parameters: list[nn.Parameter]
-    ḡ: Tensor  # of all parameters, flat
+    ḡ: Tensor  # gradients of all parameters, flat
     v: Gradients
     squares: Tensor  # σ² ḡ²
     log_σ: list[nn.Parameter]

@@ -81,7 +81,7 @@ def _read_all(trainer: Trainer, current: dict[str, Any], key: str, name: str) ->
 
 
 def _roles(trainer: Trainer) -> dict[str, Role]:
-    """The role of each checkpoint file. The file saved last, and the one that this run resumed from, may hold the last
+    """The role of each checkpoint file. The file saved last, and the one that this run resumed from, may have the last
     weights even if no callback calls them best or last."""
     callbacks = trainer.checkpoint_callbacks
     paths: list[tuple[Any, Role]] = [

@@ -160,7 +160,7 @@ def count_examples(trainer: Trainer, instead: str = "pass n_data=") -> int:
 
 
 def drawn_batches(trainer: Trainer, loader: Any = None) -> int | None:
-    """The number of leading batches that training draws from; None for all, also if a limit applies to shuffled data.
+    """The number of leading batches that training draws from; None for all, even if a limit applies to shuffled data.
     `loader` defaults to the Trainer's."""
     loader = single(trainer.train_dataloader if loader is None else loader)
     # In a run of one batch, that batch would be all the data.
@@ -272,7 +272,7 @@ def _indices(loader: DataLoader[Any]) -> list[int]:
 
 
 def _count_elements(loader: DataLoader[Any], indices: list[int]) -> int:
-    """Count dataset elements, or the labelled nodes if an element is a graph whose nodes have targets."""
+    """Count the dataset's elements; for graphs with targets on nodes, count labelled nodes."""
     if not indices or "torch_geometric" not in sys.modules:
         return len(indices)
     with preserved_rng():  # a transform may draw random numbers
@@ -325,7 +325,7 @@ class _FirstBatches:
 
 
 def is_datamodule(thing: Any) -> bool:
-    """Whether it is a data module of `lightning` or `pytorch_lightning`, and not a module, which has the same hooks."""
+    """Whether it is a data module of `lightning` or `pytorch_lightning`. A module has the same hooks but is not one."""
     return hasattr(thing, "prepare_data") and hasattr(thing, "setup") and not isinstance(thing, (nn.Module, type))
 
 
@@ -341,7 +341,7 @@ def loaders_of(owner: Any, module: LightningModule, trainer: Trainer | None) -> 
     processes = Processes.current()
     with ExitStack() as stack:
         stack.enter_context(preserved_rng(module.device))
-        copied = copy.copy(owner)  # on which `setup` may set attributes
+        copied = copy.copy(owner)  # `setup` may set attributes on the copy
         if isinstance(copied, nn.Module):  # the copy must not share the dicts of its layers
             vars(copied).update({name: dict(vars(copied)[name]) for name in ("_modules", "_parameters", "_buffers")})
         for thing in (module, copied):

@@ -47,7 +47,7 @@ from lightning_bayes.trainer.private import forward_context, gradient_scale, is_
 if TYPE_CHECKING:
     from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 
-EXAMPLES = 2  # for the trial fit
+EXAMPLES = 2  # number of examples in the trial fit
 _SPLIT = "give the module a method split_batch(self, batch) that returns (x, y)"
 
 
@@ -62,7 +62,7 @@ class DryRun:
         self.f: Tensor | None = None  # outputs before the step, in eval mode; None for a sharded network
         self._x: Any = None
         self._y: Any = None
-        self._rng: RandomState | None = None  # at the start of the batch
+        self._rng: RandomState | None = None  # the random state at the start of the batch
 
     def begin(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         """Before the first step: raise for anything that cannot work, and record the outputs of the step."""
@@ -82,7 +82,7 @@ class DryRun:
             raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}: {_SPLIT}")
         x = inputs.contained(network, x, y)
         size, modules = inputs.batch_size(x), [network]
-        if not is_sharded(network):  # its first forward pass must be the step's own
+        if not is_sharded(network):  # a sharded network must run first in the step itself
             with preserved_rng(module.device), forward_context(trainer), kept_buffers(network):
                 self.f, modules = _run(network, callback.network.name, x, size)
                 callback.read_by_targets(module, x, y)

@@ -38,7 +38,7 @@ def network_of(module: LightningModule, path: str | None) -> nn.Module:
 
 def split_batch(module: LightningModule, batch: Any, predicting: bool = False, stage: str = "train") -> tuple[Any, Any]:
     """Split a batch into `(x, y)`: by the module's `split_batch` if it has one, or as a pair, a dict with `labels`, or
-    graphs, whose nodes may have targets in one stage only. A bare tensor is x, and in training also its target."""
+    graphs, whose nodes may have targets in only one stage. A bare tensor is x, and in training also its target."""
     own = getattr(module, "split_batch", None)
     if callable(own):
         parts = own(batch)

@@ -88,7 +88,7 @@ class PosteriorCallback(Callback):
             tails. "outputs" finds a temperature of the network's outputs instead; None finds none.
 
         name: suffix of the logged numbers; each callback of a Trainer needs a different name.
-        ood: dataloaders after the first hold out-of-distribution data.
+        ood: whether dataloaders after the first have out-of-distribution data.
         plots: write a reliability diagram (for a regression, a calibration curve) to the logger, or as a PNG file.
         save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
             logger and checkpoints are off and it would go into the working directory.
@@ -257,7 +257,7 @@ class PosteriorCallback(Callback):
         run_last(trainer, posterior_callbacks(trainer))
         names = [callback.name for callback in posterior_callbacks(trainer)]
         if names.count(self.name) > 1:
-            raise ValueError(f"two callbacks on one Trainer are named {self.name!r}: give each a name= that differs")
+            raise ValueError(f"two callbacks on one Trainer are named {self.name!r}: give each a different name=")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._has_trained = False
@@ -268,7 +268,7 @@ class PosteriorCallback(Callback):
 
     def _check_module(self, module: LightningModule) -> None:
         """Raise for a module for which the posterior would be meaningless."""
-        problem = f"{type(self).__name__} needs a loss that is the negative log-likelihood alone"
+        problem = f"{type(self).__name__} needs a loss that is only the negative log-likelihood"
         refuse_variational(module, problem, "train the module without the mixin")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -371,7 +371,7 @@ class PosteriorCallback(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._scores is not None and self.use.plots:
             self._scores.draw(trainer)
-        self._scores = self._draws = None  # they hold the loaders and weight samples
+        self._scores = self._draws = None  # release the loaders and weight samples
 
     on_test_start = on_validation_start
     on_test_batch_end = on_validation_batch_end
@@ -494,7 +494,7 @@ def run_last(trainer: Trainer, last: list[Any]) -> None:
 
 
 class CallbackPrior:
-    """The prior of a callback, whose mean or posterior may be files. They are read when they are first needed.
+    """The prior of a callback. Its mean or posterior may be a file, which is read when it is first needed.
 
     Args:
         prior: its state dict may be that of the module or of its network.

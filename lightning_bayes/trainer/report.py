@@ -144,7 +144,7 @@ def score_module(
 
 
 class TrainerScores:
-    """Scores of the predictions in a Trainer's `validate` or `test`. With `ood`, dataloaders after the first hold
+    """Scores of the predictions in a Trainer's `validate` or `test`. With `ood`, dataloaders after the first have
     out-of-distribution data."""
 
     def __init__(self, likelihood: Likelihood, module: LightningModule, loaders: Any, ood: bool, stage: str) -> None:

@@ -108,7 +108,7 @@ def how(run: Measured, link: str) -> str:
 
 
 def commands_of(run: Measured) -> str:
-    """Show all commands, or the common part of many."""
+    """Show all commands, or only their common part if there are many."""
     commands = list(dict.fromkeys(entry["command"] for entry in run.settings["made_by"]))
     if len(commands) <= MOST_COMMANDS:
         return ", ".join(f"`{command}`" for command in commands)

@@ -78,7 +78,9 @@ def test_two_kinds_of_callback_of_one_name_are_refused(tmp_path: Path) -> None:
     class Mine(LaplaceCallback):
         pass
 
-    with pytest.raises(ValueError, match="two callbacks on one Trainer are named 'laplace': give each a name="):
+    with pytest.raises(
+        ValueError, match="two callbacks on one Trainer are named 'laplace': give each a different name="
+    ):
         trainer(tmp_path, laplace(), Mine()).fit(Classifier(), train_loader())
 
 

@@ -240,8 +240,8 @@ def test_what_reads_the_loss_of_training_is_refused_with_any_network(
     """The variational loss has a KL divergence in it, and the noise of samples or a squared gradient."""
     module = made(mixin)
     why = (
-        f"Bayes is variational and already has a posterior, but {kind.__name__} needs a loss that is the negative "
-        "log-likelihood alone: leave the callback out, or train the module without the mixin"
+        f"Bayes is variational and already has a posterior, but {kind.__name__} needs a loss that is only the "
+        "negative log-likelihood: leave the callback out, or train the module without the mixin"
     )
     with pytest.raises(ModuleError, match=why):
         trainer(tmp_path, callbacks=[kind("classification", network=network)]).fit(module, loader())

@@ -95,7 +95,7 @@ NETWORKS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def sized(name: str, weights: int) -> nn.Module:
-    """The network whose width gives the closest number of weights."""
+    """The network with the width that gives the closest number of weights."""
     make, widths = NETWORKS[name], range(2, 65)
     with torch.device("meta"):  # counts weights without drawing them
         width = min(widths, key=lambda width: abs(count(make(width)) - weights))

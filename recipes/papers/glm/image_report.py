@@ -1,4 +1,5 @@
-"""The report on `scores.csv` of the GLM paper's images: a table beside the paper's, its statements, and figures."""
+"""The report on `scores.csv` of the GLM paper's images: a table with the paper's numbers, the paper's statements, and
+figures."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from recipes.program import Row, markdown, read_rows, spread, standard_error
 BARS = 30  # bars of an entropy histogram
 METHODS = ("MAP", "BNN", "BNN dampened", "GLM", "GLM diagonal", "GP")
 SCORES = {"acc": "accuracy", "nll": "NLL", "ece": "ECE", "auc": "OOD-AUC"}
-LARGER = {"acc": True, "nll": False, "ece": False, "auc": True}  # is better
+LARGER = {"acc": True, "nll": False, "ece": False, "auc": True}  # whether larger is better
 PAPER = {  # table 2; it has no diagonal posterior
     "FashionMNIST": {
         "MAP": ("0.914 ± 0.001", "0.258 ± 0.004", "0.017 ± 0.001", "0.864 ± 0.014"),

@@ -1,4 +1,4 @@
-"""The results of `uci` beside table 1 of the GLM paper, and its figure 5."""
+"""The report on `uci`: table 1 of the GLM paper with our and the paper's numbers, and figure 5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of `ablation`: each row beside the authors' configuration, and the predictions of theory."""
+"""The report on `ablation`: each row compared with the authors' configuration, and the predictions of theory."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def trained(run: Run, name: str, make: Callable[[], Any], data: Data, seed: int)
 
 
 def online(run: Run, name: str, data: Data, settings: Settings, conv: bool = False) -> LaplacePosterior:
-    """Train at samples of the posterior, whose curvature is learned during training."""
+    """Train at samples of the posterior, and learn its curvature during training."""
 
     def state() -> dict[str, Any]:
         seed_everything(run.seed)

@@ -162,7 +162,7 @@ def dropout(trained: Trained, seed: int) -> Method:
 
 def ensemble(trained: Trained, seed: int) -> Method:
     n = trained.run.settings.members
-    members = [plain(trained, n * seed + m) for m in range(n)]  # no two seeds share one
+    members = [plain(trained, n * seed + m) for m in range(n)]  # no two seeds share a value
     return lambda x: torch.stack([member(x) for member in members]).mean(0)
 
 

@@ -1,5 +1,5 @@
-"""Tables 1 and 2 of the Variational Laplace paper beside the results of `tables.py`, and which of the paper's
-statements hold there."""
+"""The report on `tables.py`: tables 1 and 2 with our and the paper's numbers, and which of the paper's statements
+hold."""
 
 from __future__ import annotations
 

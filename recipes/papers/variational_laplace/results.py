@@ -76,7 +76,7 @@ class Results:
 
 
 def _finished(epoch_rows: list[Row], settings: dict[str, Any]) -> set[tuple[str, int]]:
-    """Datasets and seeds whose training runs are all finished."""
+    """Datasets and seeds for which all training runs have finished."""
     wanted: set[tuple[str, float, float | None]] = {("MAP", β, None) for β in settings["betas"]}
     for method in ("VI", "VL"):
         wanted |= {(method, β, settings["multiplier"]) for β in settings["betas"]}
