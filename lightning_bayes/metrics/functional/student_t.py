@@ -1,4 +1,4 @@
-"""A Student-t with variance `σ²` and `ν > 2` degrees of freedom. Without `ν`, or where it is infinite, a Gaussian.
+"""A Student-t with variance `σ²` and `ν > 2` degrees of freedom. Without `ν`, or if it is infinite, it is a Gaussian.
 
 `ν` changes the shape and never the variance: with `e = (y - μ)²/σ²`,
 
@@ -15,12 +15,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-NODES = 200  # of the mean over λ: only rounding errors remain
+NODES = 200  # nodes of the mean over λ: only rounding errors remain
 CHUNK = 2**12  # values at a time
 
 
 def student_nll(error: Tensor, variance: Tensor, df: Tensor | None = None) -> Tensor:
-    """`-log p(y)` from `e = (y - μ)²/σ²`, all of one shape."""
+    """`-log p(y)` from `e = (y - μ)²/σ²`, all of the same shape."""
     gaussian = 0.5 * ((2 * math.pi * variance).log() + error)
     if df is None:
         return gaussian
@@ -47,7 +47,7 @@ def student_cdf(z: Tensor, df: Tensor | None = None) -> Tensor:
 
 
 def _of_t(t: Tensor, ν: Tensor) -> Tensor:
-    """The trapezoid rule in `w = log λ`, whose density is proportional to `exp ½ν(w - e^w)`, from where that is e^-40
+    """The trapezoid rule in `w = log λ`, whose density is proportional to `exp ½ν(w - e^w)`, starting where it is e^-40
     of its maximum. The error falls exponentially in the number of nodes.  # [N], [N] -> [N]"""
     ν = ν.unsqueeze(1)
     reach = 80 / ν + (160 / ν).sqrt()
@@ -67,7 +67,7 @@ def half_width(level: float, variance: Tensor, df: Tensor | None = None) -> Tens
 
 @cache
 def _half_width(level: float, df: float) -> float:
-    """For a variance of one."""
+    """`half_width` for a variance of one."""
     p, ν = (1 + level) / 2, torch.tensor(df, dtype=torch.float64, device="cpu")
     if math.isinf(df):
         return float(torch.special.ndtri(torch.tensor(p, dtype=torch.float64, device="cpu")))
