@@ -101,7 +101,7 @@ def test_data_that_say_nothing_leave_the_prior(name: str, structure: str) -> Non
 
 @pytest.mark.parametrize("kind", ["full", "kron", "diag", "lowrank"])
 @pytest.mark.filterwarnings("ignore:tuning stopped at the bound")
-@pytest.mark.filterwarnings("ignore:structure='lowrank' cannot tell eigenvalues")
+@pytest.mark.filterwarnings("ignore:structure='lowrank' cannot distinguish eigenvalues")
 def test_in_float32_a_small_prior_is_not_lost_in_large_curvature(kind: str) -> None:
     """The sum of two full matrices keeps what is on the diagonal apart from what has been rounded."""
     evidence, γ = [], []
@@ -249,8 +249,8 @@ def test_a_damaged_prior_is_told_when_it_is_loaded() -> None:
     _, after = two_fits("mlp", "full")
     state = after.state_dict()
     for prior, says in (
-        ({**state["prior"], "mean": torch.zeros(3)}, "its prior's mean is of 3 weights"),
-        ({**state["prior"], "mean": torch.full((31,), torch.nan)}, "the prior of the posterior holds NaN"),
+        ({**state["prior"], "mean": torch.zeros(3)}, "its prior's mean has 3 weights"),
+        ({**state["prior"], "mean": torch.full((31,), torch.nan)}, "the posterior's prior contains NaN"),
         ({**state["prior"], "precision": {"type": "Dense"}}, "its prior cannot be read"),
     ):
         with pytest.raises(PosteriorError, match=says):
