@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measure every case in a separate process, and print one table per topic.
+"""`python -m benchmarks`: measure each case in a separate process, and print one table per topic.
 
 The default runs all cases of the README's table, within half an hour on two idle cores; `--cases` selects others.
 """
@@ -64,7 +64,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen(jobs: Sequence[Job], pattern: str) -> list[Job]:
-    """The jobs whose name contains the pattern; without one, the default jobs."""
+    """The jobs whose names contain the pattern; without a pattern, the default jobs."""
     if not pattern:
         return [job for job in jobs if job.default]
     return [job for job in jobs if fnmatch(job.name.lower(), f"*{pattern}*".lower())]
@@ -75,7 +75,7 @@ def is_peer(job: Job) -> bool:
 
 
 def _measure(jobs: Sequence[Job], limits: Limits) -> list[Row]:
-    """Run every job in turn, with a line of progress for each."""
+    """Run the jobs in turn, and print a line of progress for each."""
     rows: list[Row] = []
     start, left = time.perf_counter(), sum(job.seconds for job in jobs)
     for count, job in enumerate(jobs, start=1):

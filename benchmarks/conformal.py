@@ -2,9 +2,9 @@
 
     LIGHTNING_BAYES_DATA=… python -m benchmarks.conformal    # five minutes; the numbers of docs/conformal.md
 
-FashionMNIST: a small network, trained on 5,000 images, tuned and calibrated on 1,000, with 1,000 held out for sets and
-thresholds, and 5,000 for testing. UCI regression: standard splits, with a fifth of the training data for tuning and
-another fifth held out. Means over seeds, or splits.
+On FashionMNIST, a small network is trained on 5,000 images, and tuned and calibrated on 1,000; another 1,000 are held
+out for sets and thresholds, and 5,000 for testing. On UCI regression, standard splits use a fifth of the training data
+for tuning and hold out another fifth. Results are means over seeds or splits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def trained(network: nn.Module, x: Tensor, y: Tensor, loss: nn.Module, epochs: i
 
 
 def predictions(posterior: LaplacePosterior, parts: Parts) -> Iterator[tuple[str, list[Prediction]]]:
-    """Predictions for held-out and test data."""
+    """Predictions for the held-out and the test data."""
     for name, predictive in (("MAP", "map"), ("Laplace", "glm")):
         yield name, [Prediction.cat([posterior.predict(rows, predictive) for rows in x.split(500)]) for x, _ in parts]
 
@@ -105,7 +105,7 @@ def report(runs: list[dict[str, dict[str, float]]]) -> None:
 
 
 def main() -> None:
-    sys.path.insert(0, DATA)  # the folder contains a reader
+    sys.path.insert(0, DATA)  # the test folder contains a reader
     torch.set_num_threads(1)
     report([dict(classes(seed)) for seed in range(SEEDS)])
     for data in ("concrete", "energy", "wine"):

@@ -1,7 +1,7 @@
-"""What a Laplace posterior costs on networks people have: fit, tuning, prediction, and prediction by weight samples.
+"""What a Laplace posterior costs on common networks: fit, tuning, prediction, and prediction with weight samples.
 
-A fit is measured in plain training epochs of the same images; a tuning and a prediction in forward passes of the same
-images. The estimate of `subset="auto"` is compared with measured predictions of six kinds of networks; 1 is a perfect
+A fit is measured in plain training epochs of the same images; tuning and prediction are measured in forward passes of
+them. The estimate of `subset="auto"` is compared with measured predictions of six kinds of networks; 1 is a perfect
 estimate. Networks of torchvision, timm and transformers are measured if these are installed.
 """
 
@@ -22,8 +22,8 @@ from benchmarks.measure import Result, side_by_side
 from benchmarks.rows import OURS
 
 TITLE = "What it costs"
-IMAGES, BATCH, FEW = 256, 64, 16  # images of a fit, of a prediction, and of one with 1,000 classes
-MOST = {"fit": 5.0, "tune": 80.0, "predict": 40.0, "bnn": 400.0}  # to reach, for a ResNet-18 with all weights
+IMAGES, BATCH, FEW = 256, 64, 16  # images in a fit, in a prediction, and in a prediction with 1,000 classes
+MOST = {"fit": 5.0, "tune": 80.0, "predict": 40.0, "bnn": 400.0}  # targets for a ResNet-18 with all weights
 SUBSETS = ("all", "last_layer")
 
 
@@ -84,7 +84,7 @@ NETWORKS: dict[str, tuple[str, Make, tuple[int, ...]]] = {  # the package it nee
     "ViT-Tiny": ("timm", partial(timm_model, "vit_tiny_patch16_224", img_size=64), (3, 64, 64)),
     "small BERT": ("transformers", bert, (32,)),
 }
-KINDS: dict[str, tuple[Make, tuple[int, ...]]] = {  # of networks, for the estimate
+KINDS: dict[str, tuple[Make, tuple[int, ...]]] = {  # kinds of networks to estimate
     "MLP": (lambda _: networks.mlp(), (1, 28, 28)),
     "CNN": (lambda _: networks.cnn(), (1, 28, 28)),
     "ResNet-18": (lambda _: networks.resnet18(), (3, 32, 32)),
@@ -119,7 +119,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 class Estimate(Result):
-    """A measured prediction, and the estimate relative to it."""
+    """A measured prediction, with the estimate relative to it."""
 
     @property
     def estimate(self) -> float:

@@ -37,9 +37,9 @@ FITS = {
 MOST: dict[str, dict[str, float]] = {
     "MLP": {"KFAC exact": 5, "KFAC Monte Carlo": 2.5, "exact diagonal": 2.5},
     "CNN": {"KFAC exact": 7, "KFAC Monte Carlo": 2, "exact diagonal": 6},
-    "ResNet-18": {},  # runs, within 3 GB
+    "ResNet-18": {},  # must run within 3 GB
 }
-SECONDS = {"MLP": 18, "CNN": 40}  # of each case of a default run
+SECONDS = {"MLP": 18, "CNN": 40}  # time limit of each case of a default run
 
 
 def jobs(quick: bool) -> list[Job]:

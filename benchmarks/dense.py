@@ -22,7 +22,7 @@ from lightning_bayes import GLM, Diag
 TITLE = "Dense outputs"
 CLASSES, SIDE = 21, 256
 BATCHES = (1, 8)
-SAMPLES = 20  # by batches of one, a quarter by others: memory is the same
+SAMPLES = 20  # for single images; a quarter for larger batches, because memory is the same
 PASS = "forward and backward"
 FITS: dict[str, dict[str, Any]] = {
     "fit, Kronecker": {},
@@ -31,11 +31,11 @@ FITS: dict[str, dict[str, Any]] = {
     "fit, approximate diagonal": {"curvature": "ggn", "structure": Diag(method="approx")},
 }
 USES = ("predict", "evaluate", "calibrate", "tune")
-MOST = 4.0  # passes' memory
+MOST = 4.0  # times the memory of a pass
 
 
 class UNet(nn.Module):
-    """Three resolutions, 16 to 64 channels.  # [B, 3, H, W] -> [B, classes, H, W]"""
+    """A U-Net with three resolutions and 16 to 64 channels.  # [B, 3, H, W] -> [B, classes, H, W]"""
 
     def __init__(self, classes: int = CLASSES, width: int = 16) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure(work: str, batch_size: int, side: int) -> Result:
-    """One run, beside a plain pass."""
+    """Measure one run, compared with a plain pass."""
     from lightning_bayes import fit_laplace
     from lightning_bayes.predictive.evaluate import evaluate
 
@@ -89,7 +89,7 @@ def measure(work: str, batch_size: int, side: int) -> Result:
         return side_by_side(lambda: plain_pass, plain_pass, 0)
     if work in FITS:
         return side_by_side(lambda: lambda: fit(FITS[work]), plain_pass, 0)
-    state = warm.state_dict()  # a posterior of this size, for any data
+    state = warm.state_dict()  # the size of this posterior does not depend on the data
     posterior = type(warm).from_state_dict(small, state)
     glm = GLM(samples=SAMPLES if batch_size == 1 else SAMPLES // 4)
     uses: dict[str, Callable[[], Any]] = {

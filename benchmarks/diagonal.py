@@ -25,8 +25,8 @@ OURS = ("approx", "mixed", "exact")
 CONTENDERS = OURS + peers.LIBRARIES
 LARGE, SMALL = (64, 128, 256), (16, 32)
 BATCH, CHANNELS, LAYERS = 8, 3, 5
-TARGET = 1.1  # the exponent to reach
-LINEAR = ("approx", "mixed")  # by which, with large images
+TARGET = 1.1  # the target exponent
+LINEAR = ("approx", "mixed")  # methods that are linear for large images
 COLUMNS = ("seconds", "reference", "added")
 
 
@@ -48,7 +48,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure(side: int, contender: str, quick: bool) -> Result:
-    """The computation for one batch, compared with a forward and backward pass."""
+    """Measure the computation for one batch, compared with a forward and backward pass."""
     work = _diagonal(contender)
     x = torch.randn(4 if quick else BATCH, CHANNELS, side, side, generator=torch.Generator().manual_seed(1))
     plain = network()

@@ -22,7 +22,7 @@ from benchmarks.rows import OURS
 
 TITLE = "Curvature fit on two processes"
 LEAST = {"MLP": 1.7, "CNN": 1.85}
-SECONDS = {"MLP": 30, "CNN": 75}  # of a case
+SECONDS = {"MLP": 30, "CNN": 75}  # time limit of a case
 
 
 def jobs(quick: bool) -> list[Job]:
@@ -35,7 +35,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure_processes(network: str, examples: int, repeats: int) -> Result:
-    """The best fit on two processes, with the best on one as the reference."""
+    """Measure the best fit on two processes, with the best fit on one as the reference."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (network, examples, repeats, folder)
         # A fork is safe and fast: nothing has run in this process yet.
@@ -69,7 +69,7 @@ def _said_by_first(go_on: bool) -> bool:
 
 
 def _fit(network: str, examples: int, rank: int, world: int) -> float:
-    """Seconds, from a moment at which both processes are ready."""
+    """Measure seconds from a moment at which both processes are ready."""
     from lightning_bayes.curvature import fit_curvature
     from lightning_bayes.network import Processes
 

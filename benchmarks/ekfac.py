@@ -5,8 +5,8 @@
 UCI regression (tanh, standard splits) and scikit-learn's digits (an MLP and a CNN, 1,000 of the 1,797 to train on),
 trained by Adam without weight decay. Prior and noise are tuned by the evidence at the trained weights; `γ` is the
 number of weights that the data determine, also for the prior and noise of the exact GGN. The error is the Frobenius
-norm of the difference to the exact blocks, relative to theirs. Seconds are the processor time of the fit. Medians over
-seeds.
+norm of the difference from the exact blocks, relative to their norm. Seconds are the processor time of the fit. Results
+are medians over seeds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_bayes.structures import BlockDiagonal, Dense
 
 SEEDS = 5
 STRUCTURES = ("kron", "ekfac", "blocks", "full")
-Problem = tuple[nn.Module, Tensor, Tensor, Tensor, Tensor]  # a network, its training and its test data
+Problem = tuple[nn.Module, Tensor, Tensor, Tensor, Tensor]  # a network with its training and test data
 
 
 def regression(name: str, seed: int, *hidden: int) -> Problem:
@@ -136,7 +136,7 @@ def rows(make: Callable[[int], Problem]) -> Iterator[dict[str, dict[str, float]]
 
 
 def print_medians(name: str, measured: Sequence[dict[str, dict[str, float]]]) -> None:
-    """Over the seeds, a line for each fit."""
+    """Print medians over the seeds, with a line for each fit."""
     lines = []
     for fit, numbers in measured[0].items():
         columns = [[row[fit][key] for row in measured] for key in numbers]

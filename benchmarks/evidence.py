@@ -30,7 +30,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure(network: str, way: str, quick: bool) -> Result:
-    """The steps, compared with the fit."""
+    """Measure the steps, compared with the fit."""
     from lightning_bayes import fit_laplace
     from lightning_bayes.evidence.evidence import PriorGroups
     from lightning_bayes.evidence.tuning import ascend, fixed_point

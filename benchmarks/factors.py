@@ -7,8 +7,8 @@ of the training images, once, and the factors decomposed again for each rank. Fa
 whole. `k/d` is the mean share of eigenpairs that wide factors keep, "log det" and "γ" are the changes of `log det P` in
 nats and of `γ` in per cent, for the prior that the exact factors' evidence chooses; "variance" is the mean and maximum
 relative error of the outputs' variances at 200 test images. Seconds are the processor time of all decompositions.
-Medians over seeds. Lines "without remainder" have zeros instead of the flat remainder; "channels ⊗ positions" is a
-product of two factors for `A` of a 3×3 convolution, instead of its eigenpairs.
+Results are medians over seeds. Lines "without remainder" have zeros instead of the flat remainder; "channels ⊗
+positions" is a product of two factors for `A` of a 3×3 convolution, instead of its eigenpairs.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def split(matrix: Tensor, positions: int = 9) -> Factor:
 
 
 def decomposed(structure: Structure, rank: Rank, share: float, rest: str) -> Structure:
-    """The posterior with another rank for its wide factors."""
+    """Decompose the posterior's wide factors again with another rank."""
     assert isinstance(structure, BlockDiagonal)
 
     def of(whole: Factor) -> Factor:

@@ -27,7 +27,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure(weights: int, repeats: int) -> Result:
-    """The first draw of a posterior, compared with `torch.linalg.cholesky` of its precision."""
+    """Measure the first draw of a posterior, compared with `torch.linalg.cholesky` of its precision."""
     from lightning_bayes import GaussianPosterior, fit_laplace
 
     torch.manual_seed(0)

@@ -43,7 +43,7 @@ class Axis:
     sizes: tuple[int, ...]
     fits: tuple[str, ...]
     most: float | str | None = None
-    seconds: float = 6.0  # of a case
+    seconds: float = 6.0  # time limit of a case
     seconds_per_size: float = 0.0
 
     def most_of(self, fit: str, plain: float) -> float:
@@ -72,7 +72,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure(axis: str, size: int, fit: str, repeats: int) -> Result:
-    """One fit per run, compared with a plain epoch."""
+    """Measure one fit per run, compared with a plain epoch."""
     from lightning_bayes.curvature import fit_curvature
 
     shape = {"examples": 512, "batches": 4, "width": 256, "classes": 10, axis: size}
@@ -103,7 +103,7 @@ def _data(examples: int, batch: int, width: int, classes: int) -> Batches:
 
 
 def derived(rows: Sequence[Row]) -> list[Row]:
-    """Exponents of time, and of memory if it should be flat."""
+    """The exponents of time, and those of memory if it should be flat."""
     values = []
     for name, axis in AXES.items():
         for fit in axis.fits:
@@ -124,7 +124,8 @@ def derived(rows: Sequence[Row]) -> list[Row]:
 
 
 def draw(rows: Sequence[Row], folder: Path) -> None:
-    """Seconds over each size, ours and the plain epoch's; memory over the examples; the fast diagonal over pixels."""
+    """Plot seconds against each size for our fits and the plain epoch, memory against examples, and the fast diagonal
+    against pixels."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained", dpi=150)

@@ -31,7 +31,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure(network: str, structure: str, what: str, repeats: int) -> Result:
-    if network == "small MLP":  # that of the recipe, 501 weights
+    if network == "small MLP":  # the recipe's network, 501 weights
         net: nn.Module = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
         x = torch.rand(BATCH, 2)
         posterior = fit_laplace(net, [(x, x[:, :1])], "regression", structure=structure)

@@ -1,7 +1,7 @@
 """Run a measurement in a separate process, with a time limit and a memory limit.
 
-Processes are forks of one server, which has imported the modules that every case needs but run nothing: no torch thread
-has started there, and a case starts immediately.
+Processes are forks of one server, which only imports the modules that every case needs. No torch thread has started in
+it, and a case starts immediately.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ from benchmarks.measure import Result, finish_within
 
 GB = 1e9
 IMPORTED = ["torch", "lightning_bayes", "benchmarks.measure"]
-MEASURED = 0.7  # share of a case's time; the rest is for setup, and for slower machines
+MEASURED = 0.7  # share of a case's time limit; the rest is for setup and for slower machines
 
 
 @dataclass(frozen=True)
 class Job:
-    """`work(**arguments)`, a function of a module (so that a new process finds it), under a name like a path.
+    """A call `work(**arguments)` with a name like a path; `work` must be a function of a module, for a new process to
+    find.
 
-    The name is `topic/case/…/contender`. `value` is the property of the result that counts, in units of `unit`.
+    The name is `topic/case/…/contender`. `value` is the property of the result to report, in units of `unit`.
     """
 
     name: str
     work: Callable[..., Result]
     arguments: dict[str, Any] = field(default_factory=dict)
-    verb: str = "failed"  # the word for a case whose work raises
+    verb: str = "failed"  # the word in the table if the work raises
     unit: str = ""
     value: str = "ratio"
-    most: float | None = None  # to reach
+    most: float | None = None  # the target: the value at most
     least: float | None = None
-    seconds: float = 30.0  # at most, of the whole process
-    default: bool = True  # part of a run that names no cases
+    seconds: float = 30.0  # time limit of the whole process
+    default: bool = True  # whether a run without `--cases` includes it
 
 
 @dataclass(frozen=True)
 class Limits:
     memory: float  # bytes
     threads: int
-    seconds: float | None = None  # instead of the job's own
+    seconds: float | None = None  # replaces the job's time limit
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def run(job: Job, limits: Limits) -> Outcome:
     try:
         if receiver.poll(seconds):
             outcome = receiver.recv()
-            process.join(10)  # gracefully, so that it cleans up
+            process.join(10)  # lets the process clean up
             return outcome
         return Failure(f"gave up after {seconds:.3g} s", f"no result after {seconds:.3g} s")
     except EOFError:
@@ -90,7 +91,7 @@ def run(job: Job, limits: Limits) -> Outcome:
         return Failure("died", f"the process ended with exit code {process.exitcode}")
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(cast(int, process.pid), signal.SIGKILL)  # and its child processes
+            os.killpg(cast(int, process.pid), signal.SIGKILL)  # also kills its child processes
         process.kill()
         process.join()
 

@@ -1,7 +1,7 @@
 """`python -m benchmarks.keep`: the kept results as Markdown, as tables in the README and the pages, and as figures.
 
 A run with `--keep` writes `benchmarks/results/results.csv`; everything else is generated from that file. A run of a few
-cases replaces their rows, if the conditions are the same.
+cases replaces only their rows, and only if the conditions are the same.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def conditions(threads: int, quick: bool) -> str:
 
 
 def check(conditions: str) -> None:
-    """A run of a few cases joins kept results only if they were measured under the same conditions."""
+    """Raise if a run of a few cases was not measured under the conditions of the kept results."""
     kept = _kept()[0]
     if kept != conditions:
         raise SystemExit(f"the kept results have other conditions ({kept}); run all cases, or do not keep these")
 
 
 def keep(conditions: str, rows: Sequence[Row], whole: bool) -> None:
-    """A whole run replaces all rows; any other run replaces rows of the same name."""
+    """Merge the rows: a whole run replaces all rows, any other run only rows of the same name."""
     kept = [] if whole else _kept()[1]
     joined = {row.name: row for row in (*kept, *rows)}
     (ROOT / RESULTS).mkdir(parents=True, exist_ok=True)

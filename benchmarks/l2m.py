@@ -2,8 +2,8 @@
 
 Training: the time from one batch to the next in a Trainer with the callback, relative to the time without it. Snapshot:
 reading the optimizer's second moment into a posterior, relative to one step of that optimizer plus one copy of the
-weights. Memory is in vectors of the weights' size: what the posterior stores of mean, curvature and prior, and the peak
-of the process while it was created.
+weights. Memory is in vectors of the weights' size: the mean, curvature and prior that the posterior stores, and the
+peak of the process while it was created.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure_training(network: str, epochs: int, repeats: int) -> Result:
-    """The best of several fits, each compared with one without the callback."""
+    """Measure the best of several fits, each compared with one without the callback."""
     case = NETWORKS[network]
     data = case.data(case.quick_examples if epochs == 1 else case.examples)
     train = partial(_train, data=data, epochs=epochs)
@@ -61,7 +61,7 @@ def measure_training(network: str, epochs: int, repeats: int) -> Result:
 
 
 def _train(net: nn.Module, ours: bool, data: Batches, epochs: int) -> float:
-    """Seconds from one batch to the next, at the lower quartile: steps disturbed by other programs are above it."""
+    """Seconds from one batch to the next, as the lower quartile, which excludes steps disturbed by other programs."""
     import lightning as L
 
     from lightning_bayes import L2MCallback
@@ -90,7 +90,7 @@ def _train(net: nn.Module, ours: bool, data: Batches, epochs: int) -> float:
     clock = Clock()
     callbacks = [clock, L2MCallback(n_data=len(data.dataset))] if ours else [clock]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    with TemporaryDirectory() as folder:  # where the callback stores the posterior
+    with TemporaryDirectory() as folder:  # the callback stores the posterior here
         trainer = L.Trainer(
             max_epochs=epochs,
             accelerator="cpu",
@@ -131,7 +131,7 @@ def measure_snapshot(network: str, optimizer: str, repeats: int) -> Result:
 
 
 def derived(rows: Sequence[Row]) -> list[Row]:
-    """The target is one stored vector."""
+    """The stored vectors; the target is one."""
     return [replace(row, most=1.05) for row in rows if row.name.endswith("/vectors kept")]
 
 

@@ -2,8 +2,8 @@
 
 A Llama made from a config, with adapters of `peft` on queries and values, fitted with Kronecker blocks on two batches
 of 4 × 64 tokens. "Factors" is the value of the formula in `docs/lora.md`: for a layer from I to O, the adapter's A has
-factors of I² and r² entries, its B of r² and O². The unit of time is a plain forward and backward pass over the same
-data. Without `transformers` and `peft`, nothing is measured.
+factors with I² and r² entries, and its B has factors with r² and O² entries. The unit of time is a plain forward and
+backward pass over the same data. Without `transformers` and `peft`, nothing is measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZES = [  # width, rank, layers
     *((width, 8, 2) for width in (256, 512, 1024)),
     *((512, rank, 2) for rank in (16, 64)),
     *((512, 8, layers) for layers in (4, 8)),
-    *((2048, rank, layers) for rank, layers in ((8, 1), (8, 2), (8, 4), (16, 1))),  # of Llama 3.2 1B
+    *((2048, rank, layers) for rank, layers in ((8, 1), (8, 2), (8, 4), (16, 1))),  # the sizes of Llama 3.2 1B
 ]
 
 
@@ -62,7 +62,7 @@ def measure(size: tuple[int, int, int]) -> Result:
     torch.manual_seed(0)
     tokens, labels = torch.randint(1, VOCABULARY, (2 * BATCH, TOKENS)), torch.arange(2 * BATCH) % CLASSES
     data = list(zip(tokens.split(BATCH), labels.split(BATCH), strict=True))
-    fit_laplace(Classifier(HEAD * 4, 2, 1), data)  # what is imported at its first use
+    fit_laplace(Classifier(HEAD * 4, 2, 1), data)  # triggers imports at first use
     network = Classifier(*size)
     work = partial(fit_laplace, network, data)
     result = side_by_side(lambda: work, partial(passes, network, data), 1)

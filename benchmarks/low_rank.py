@@ -3,8 +3,8 @@
     LIGHTNING_BAYES_DATA=… python -m benchmarks.low_rank    # some minutes; the table of docs/structures.md
 
 The networks and data are those of `benchmarks.ekfac`. Prior and noise are tuned by the evidence at the trained weights;
-`γ` is the number of weights that the data determine. Seconds are the processor time of the fit. For a
-regression's NLL by "auto", every other test example tunes and the rest are scored. Medians over seeds.
+`γ` is the number of weights that the data determine. Seconds are the processor time of the fit. For a regression's NLL
+by "auto", every other test example is used for tuning, and the rest are scored. Results are medians over seeds.
 """
 
 from __future__ import annotations

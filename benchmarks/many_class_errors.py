@@ -1,10 +1,11 @@
 """The error of predictions with 10, 30 and 100 samples relative to 1,000, with a thousand classes.
 
 `python -m benchmarks.many_class_errors`, with MNIST in the folder that `LIGHTNING_BAYES_DATA` names. A class is three
-digits side by side, at half their size. An MLP and a CNN are trained on 30,000 such images, with two seeds; the
-Kronecker posterior of 8,192 of them, with the Monte-Carlo Fisher, has the evidence's prior. Errors are means over
-256 test images and five seeds of the samples: total variation distance of the probabilities, error of the likeliest
-class's probability, of the mean negative log-likelihood, and (median, relative) of the likeliest class's variance.
+digits side by side, at half their size. An MLP and a CNN are trained on 30,000 such images, with two seeds. The
+Kronecker posterior is fitted to 8,192 of them with the Monte-Carlo Fisher; the evidence chooses its prior. Errors are
+means over 256 test images and five seeds of the samples: total variation distance of the probabilities, error of the
+likeliest class's probability, of the mean negative log-likelihood, and (median, relative) of the likeliest class's
+variance.
 """
 
 from __future__ import annotations

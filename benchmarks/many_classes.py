@@ -1,7 +1,7 @@
 """A thousand classes: a Monte-Carlo Kronecker fit of 64 images relative to ten classes, and their GLM predictive.
 
-With so many outputs the predictive is sampled. It is measured in forward passes of the same images, one per sample.
-Networks are timm's, for images of 3×64×64 pixels; without timm, nothing is measured.
+With so many outputs, the predictive is sampled. It is measured relative to one forward pass of the same images per
+sample. Networks are timm's, for images of 3×64×64 pixels; without timm, nothing is measured.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _fit(net: nn.Module, x: Tensor, y: Tensor) -> Any:
     from lightning_bayes import fit_laplace
 
     posterior = fit_laplace(net, [(x, y)], "classification", curvature="fisher_mc", structure="kron")
-    posterior.log_marginal_likelihood()  # with all eigendecompositions
+    posterior.log_marginal_likelihood()  # includes all eigendecompositions
     return posterior
 
 

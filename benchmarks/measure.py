@@ -1,8 +1,8 @@
 """One measurement in its process: the work and a plain reference in turn, the best time of each, and peak memory.
 
-Memory is the process's resident set: before the work, and the peak during the work's first run, when nothing else has
-run in the process yet. The runs of the reference alternate between two halves: their ratio is the reference against
-itself, which on an idle machine is 1.
+Memory is the process's resident set before the work, and its peak during the work's first run, before anything else has
+run in the process. The runs of the reference are split alternately into two halves; the ratio of their times, the
+reference against itself, is 1 on an idle machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-_ends_at = math.inf  # on the clock of `time.perf_counter`, for this process's measurements
+_ends_at = math.inf  # the deadline of this process's measurements, by `time.perf_counter`
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Result:
     before: int  # bytes resident before the work
     peak: int  # bytes resident at most
     noise: float = field(default=math.nan, kw_only=True)  # the reference against itself
-    extra: dict[str, float] = field(default_factory=dict, kw_only=True)  # other numbers, by what they are
+    extra: dict[str, float] = field(default_factory=dict, kw_only=True)  # other numbers, by name
 
     @property
     def ratio(self) -> float:
@@ -57,8 +57,8 @@ def side_by_side(
 ) -> Result:
     """Time the function that `prepare` returns (called before each run, untimed) and `reference` in turn.
 
-    The first run of each is a warm-up, unless the work is so slow that it is the only one. The reference's seconds
-    count `scale` times, if only a part of it is run.
+    The first run of each is a warm-up, unless the work is so slow that it is the only one. If only a part of the
+    reference is run, its seconds are multiplied by `scale`.
     """
     work = prepare()
     forget_peak()
@@ -89,7 +89,8 @@ def finish_within(seconds: float) -> None:
 
 
 def rounds(most: int, expected: float = 0.0) -> Iterator[int]:
-    """Count to `most`, but start no round that would end too late at `expected` seconds or the last round's time."""
+    """Count to `most`, but stop before a round that would end too late, given `expected` seconds or the last round's
+    time."""
     for count in range(most):
         start = time.perf_counter()
         if start + expected > _ends_at:

@@ -1,4 +1,4 @@
-"""The measured networks and data, and the plain epoch that is the unit of time.
+"""The measured networks and data, and the plain epoch, which is the unit of time.
 
 The data are random: no cost depends on their values.
 """
@@ -55,7 +55,8 @@ class Batches:
 
 
 def plain_epoch(network: nn.Module, data: Batches) -> None:
-    """Forward and backward of the mean cross-entropy over all batches, in training mode, without an optimizer."""
+    """Run forward and backward passes of the mean cross-entropy over all batches, in training mode, without an
+    optimizer."""
     network.train()
     for x, y in data:
         network.zero_grad(set_to_none=True)

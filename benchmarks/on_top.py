@@ -1,5 +1,5 @@
 """Methods on top of posteriors: an ensemble's prediction, in predictions of one member, and conformal sets for held-out
-examples, in predictions of these examples. The MLP with Kronecker posteriors; the fits are not measured.
+examples, in predictions of these examples. The network is the MLP with Kronecker posteriors; the fits are not measured.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from benchmarks.networks import Batches
 
 DEFAULT = "CurvlinopsGGN"
 BACKENDS = (DEFAULT, "BackPackGGN", "AsdlGGN")
-LIBRARIES = ("BackPACK", "curvlinops")  # without laplace-torch around them
+LIBRARIES = ("BackPACK", "curvlinops")  # backends used without laplace-torch
 
 
 def laplace(network: nn.Module, structure: str, backend: str, stochastic: bool = False) -> Any:
-    """A peer's Laplace approximation of all weights, before its fit."""
+    """laplace-torch's approximation over all weights, before its fit."""
     import laplace.curvature
     from laplace import Laplace
 
@@ -33,7 +33,7 @@ def fit(network: nn.Module, data: Batches, structure: str, backend: str, stochas
     approximation = laplace(network, structure, backend, stochastic)
     approximation.fit(data)
     if structure == "kron":
-        # A backend may skip unknown layers with only a warning, which would not be the same work.
+        # A backend may skip unknown layers with only a warning, and so do less work.
         covered, wanted = len(approximation.H.eigenvalues), len(list(network.parameters()))
         if covered != wanted:
             raise NotImplementedError(f"the fit covers {covered} of {wanted} parameters")
@@ -54,7 +54,7 @@ def backpack_diagonal(network: nn.Module, x: Tensor) -> Tensor:
 
 
 def curvlinops_diagonal(network: nn.Module, x: Tensor) -> Tensor:
-    """The same by products of curvlinops' GGN with unit vectors, because it has no exact diagonal."""
+    """The same from products of curvlinops' GGN with unit vectors, because curvlinops has no exact diagonal."""
     from curvlinops import GGNLinearOperator
 
     parameters = list(network.parameters())

@@ -25,12 +25,12 @@ from benchmarks.rows import OURS, Row
 TITLE = "GLM predictive of one batch"
 NO_SPLIT, FUNCTIONAL = "split=False", "functional"
 BATCH = 64
-FIT_EXAMPLES, FIT_BATCH = 16, 8  # small batches, so that the peer's fit needs no more memory than its predictive
-OWN_EXAMPLES = {"MLP": 2048, "CNN": 2048}  # more than any factor's columns
+FIT_EXAMPLES, FIT_BATCH = 16, 8  # batches are small, so that the peer's fit needs no more memory than its predictive
+OWN_EXAMPLES = {"MLP": 2048, "CNN": 2048}  # exceeds the columns of any factor
 
 
-LEAST = {("MLP", "kron"): 1000.0, ("CNN", "kron"): 200.0}  # times faster than the peer
-ON_REQUEST = (("ResNet-18", "kron"), ("ResNet-18", "diag"))  # within 2 GB
+LEAST = {("MLP", "kron"): 1000.0, ("CNN", "kron"): 200.0}  # target speed-up over the peer
+ON_REQUEST = (("ResNet-18", "kron"), ("ResNet-18", "diag"))  # must stay within 2 GB
 
 
 def jobs(quick: bool) -> list[Job]:
@@ -48,7 +48,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure_predictive(network: str, structure: str, contender: str, repeats: int) -> Result:
-    """Predictives of one batch, compared with a plain forward and backward pass of that batch."""
+    """Measure predictives of one batch, compared with a plain forward and backward pass of that batch."""
     case = NETWORKS[network]
     data = case.data(BATCH, BATCH)
     x, _ = next(iter(data))
@@ -73,7 +73,7 @@ def _fit_peer(case: Network, structure: str, backend: str) -> Callable[[Tensor],
 
 
 def derived(rows: Sequence[Row]) -> list[Row]:
-    """The speed-up over the peer, and the share of its memory."""
+    """The speed-up over the peer, and the memory relative to the peer's."""
     by_name, values = {row.name: row for row in rows}, []
     for (network, structure), least in LEAST.items():
         name = f"predictive/{network}/{structure}"

@@ -36,7 +36,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def noise(rows: Sequence[Row]) -> str:
-    """The deviation from 1 of plain steps and epochs against themselves, in nine of ten rows."""
+    """How far plain steps and epochs against themselves are from 1, in nine of ten rows."""
     off = sorted(abs(math.log(row.noise)) for row in rows if not math.isnan(row.noise))
     if not off:
         return ""
@@ -63,5 +63,5 @@ def number(value: float) -> str:
 
 
 def memory(row: Row) -> str:
-    """What the work added to the process, and the peak; empty if not measured."""
+    """The memory that the work added to the process, and the peak; empty if not measured."""
     return f"+ {row.added / 1e6:,.0f} MB, {row.peak / 1e9:.2f} GB" if row.peak > 0 else ""

@@ -1,7 +1,7 @@
 """How long a Kronecker fit of timm's ResNet-18 takes: 11 million weights, images of 3×64×64 pixels.
 
-The fit sees 64 images, and its factors of up to 4,608 columns are decomposed; it is measured in plain epochs over 1,024
-images; an eighth of such an epoch is run. Without `timm`, nothing is measured.
+The fit sees 64 images and decomposes factors of up to 4,608 columns. It is measured in plain epochs over 1,024 images,
+of which an eighth is run. Without `timm`, nothing is measured.
 """
 
 from __future__ import annotations
@@ -53,6 +53,6 @@ def measure(fit: str, quick: bool) -> Result:
         return fitted.structure.add_prior(1.0).logdet()
 
     network, part = CASE.fresh(), 8 if quick else PART
-    fit_curvature(nn.Linear(4, 3), [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))])  # imports at its first use
+    fit_curvature(nn.Linear(4, 3), [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))])  # import at first use
     epoch = partial(plain_epoch, CASE.fresh(), CASE.data(part))
     return side_by_side(lambda: partial(work, network, 4 if quick else IMAGES), epoch, 2, scale=EPOCH / part)

@@ -24,14 +24,14 @@ class Row:
     name: str
     value: float = math.nan
     unit: str = ""
-    most: float = math.nan  # to reach
+    most: float = math.nan  # the largest value that meets the target
     least: float = math.nan
     noise: float = math.nan  # the reference against itself: its distance from 1 is the machine's noise
-    seconds: float = math.nan  # of the work
+    seconds: float = math.nan  # seconds of the work
     reference: float = math.nan  # seconds of the unit
     added: float = math.nan  # bytes that the work added to its process
-    peak: float = math.nan  # bytes of the process
-    load: float = math.nan  # of the machine, before the case
+    peak: float = math.nan  # peak bytes of the process
+    load: float = math.nan  # load of the machine before the case
     date: str = ""
     failure: str = ""
     reason: str = ""

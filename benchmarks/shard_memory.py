@@ -1,9 +1,9 @@
 """The memory of a posterior and of its fit, on one process and on two that share the weights:
 `python -m benchmarks.shard_memory`.
 
-*Held* is the size of the posterior's tensors in bytes, each storage once. *Peak* is the largest sum of tensors that a
-fit had allocated and not freed (L2M: with two steps of Adam), without the existing weights. Both are measured in the
-first process.
+*Held* is the size of the posterior's tensors in bytes, each storage once. *Peak* is the largest total of tensors that a
+fit (for L2M, with two steps of Adam) has allocated and not freed, without the existing weights. Both are measured in
+the first process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def network(depth: int) -> nn.Sequential:
 
 
 def formula(way: str, weights: int, world: int) -> int:
-    """Bytes of the posterior's tensors: mean, curvature and precision, and, if not sharded, the loss's gradient."""
+    """Bytes of the posterior's mean, curvature and precision and, if it is not sharded, the loss's gradient."""
     d, C = 64 + 1, CLASSES
     last = d * C
     if way == "l2m":
@@ -129,7 +129,7 @@ def _fit(net: nn.Module, batches: list[Any], way: str, rank: int, world: int) ->
 
 
 def _held(thing: Any) -> int:
-    """Bytes of all tensors that a posterior references, except those of its network; each storage once."""
+    """Bytes of all tensors that a posterior references, except those of its network; each storage counts once."""
     storages: dict[int, int] = {}
 
     def visit(value: Any) -> None:
@@ -151,7 +151,7 @@ def _held(thing: Any) -> int:
 
 
 def _peak(profile: Any) -> int:
-    """The largest total size of live tensors."""
+    """Tracks the largest total size of live tensors."""
     memory = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(accumulate(event.nbytes() for event in sorted(memory, key=lambda event: event.start_ns())))
 

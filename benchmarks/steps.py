@@ -16,17 +16,17 @@ from benchmarks.measure import Result, forget_peak, noise, peak_resident, reside
 from benchmarks.networks import Batches, Network
 from benchmarks.rows import Row, memory_beside
 
-STEPS = 4  # of a fit, the first of which is a warm-up
+STEPS = 4  # steps of a fit; the first one is a warm-up
 
-Train = Callable[[nn.Module, Batches], float]  # the seconds of its fastest step
+Train = Callable[[nn.Module, Batches], float]  # returns the seconds of the fastest step
 
 
 @dataclass(frozen=True)
 class Contender:
-    """The target, if any; only cases with a target are part of a default run."""
+    """A contender's targets; only cases with a target are part of a default run."""
 
-    steps: float | None = None  # plain ones
-    memory: float | None = None  # times that of plain training
+    steps: float | None = None  # at most this many plain steps
+    memory: float | None = None  # at most this many times the memory of plain training
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Comparison:
 
     topic: str
     plain: str
-    contenders: Mapping[str, Contender]  # without the plain one
+    contenders: Mapping[str, Contender]  # all except the plain one
     networks: Mapping[str, Network]
-    seconds: Mapping[str, float]  # per case of these networks; only these are part of a default run
+    seconds: Mapping[str, float]  # limit per case; only these networks are part of a default run
 
     def jobs(self, work: Callable[..., Result], quick: bool) -> list[Job]:
-        """Of `work(network, contender, quick)`."""
+        """The jobs that run `work(network, contender, quick)`."""
         return [
             Job(
                 f"{self.topic}/{network}/{name}",
@@ -56,7 +56,7 @@ class Comparison:
         ]
 
     def derived(self, rows: Sequence[Row]) -> list[Row]:
-        """The memory of the contenders that have a target for it."""
+        """The memory of the contenders that have a target for memory."""
         by_name = {row.name: row for row in rows}
         values = []
         for network in self.networks:
@@ -68,12 +68,12 @@ class Comparison:
         return values
 
     def _watched(self) -> set[str]:
-        """The plain contender, if a memory is compared with it."""
+        """The plain contender, if any memory is compared with it."""
         return {self.plain} if any(contender.memory for contender in self.contenders.values()) else set()
 
 
 def measure(case: Network, train: Train, plain: Train, quick: bool) -> Result:
-    """The best step of several fits, each compared with a plain one."""
+    """Measure the best step of several fits, each compared with a plain fit."""
     batch = case.quick_examples // STEPS if quick else case.batch
     data = case.data(batch * STEPS, batch)
     train(case.fresh(), case.data(STEPS, 1))  # imports at first use do not count towards the memory of training

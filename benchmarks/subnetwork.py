@@ -1,9 +1,9 @@
 """The cost of a subnetwork of fixed size in a growing network.
 
 The exact GGN takes one forward pass and a backward pass for each of the ten outputs, and one for the gradient. These
-passes are the unit of time, and the table compares their memory with the fit's: any cost beyond them should depend on
-the size of the subnetwork, not on that of the network. The weights are chosen at random, so that all layers have some.
-A last layer is measured in plain epochs of the network.
+passes are the unit of time, and the table compares their memory with the fit's. Any additional cost should depend on
+the size of the subnetwork, not of the network. The weights are chosen at random, so that all layers have some. A last
+layer is measured in plain epochs of the network.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.networks import CLASSES, NETWORKS, Batches, Network, plain_epoch
 TITLE = "Subnetworks"
 SIZES = (500, 2000)
 WIDTHS = {"MLP": (256, 512, 1024, 2048), "CNN": (16, 32, 64, 128)}
-PASSES = "passes alone"  # for their memory
+PASSES = "passes alone"  # measured for their memory
 
 
 def mlp(width: int) -> nn.Module:
@@ -53,7 +53,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure_last_layer(examples: int, repeats: int) -> Result:
-    """A full covariance over the last layer of the CNN, compared with plain epochs of the whole CNN."""
+    """Measure a full covariance over the last layer of the CNN, compared with plain epochs of the whole CNN."""
     from lightning_bayes import fit_laplace
 
     cnn, small = NETWORKS["CNN"], NETWORKS["MLP"]
@@ -64,7 +64,7 @@ def measure_last_layer(examples: int, repeats: int) -> Result:
 
 
 def measure(kind: str, width: int, quick: bool, n: int) -> Result:
-    """A fit over `n` weights, or for 0 the passes against themselves."""
+    """Measure a fit over `n` weights; for 0, compare the passes with themselves."""
     from lightning_bayes import Subnetwork, fit_laplace
 
     network = case(kind, width)

@@ -45,7 +45,7 @@ TITLES = {name: (topic.TITLE, topic.__doc__ or "") for name, topic in TOPICS.ite
 
 
 def derived(rows: Sequence[Row]) -> list[Row]:
-    """The rows, and after those of each topic its derived rows, which have no date."""
+    """Insert each topic's derived rows, which have no date, after its rows."""
     complete: dict[str, Row] = {}
     for name, topic in TOPICS.items():
         of_topic = [row for row in rows if row.topic == name and row.date]

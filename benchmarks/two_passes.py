@@ -34,7 +34,7 @@ from lightning_bayes.trainer.dry_run import mean_nll
 
 SIGMAS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 FACTORS = (1e-2, 1e-1, 1.0, 1e1)
-STATES = {"untrained": ("exact", 0), "trained": ("exact", 1), "sure": (None, 2)}  # the method, and times the epochs
+STATES = {"untrained": ("exact", 0), "trained": ("exact", 1), "sure": (None, 2)}  # method, factor on the epochs
 METHODS = ("exact", "finite_difference", "two_passes")
 BATCH, TRAIN = 64, 1024
 LIKELIHOOD = Categorical()
@@ -84,7 +84,8 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def trained(network: str, method: str | None, seed: int, epochs: int) -> Bayes:
-    """Train by Variational Laplace, or without a method by maximum likelihood, until it is confident of its labels."""
+    """Train by Variational Laplace or, without a method, by maximum likelihood until the network is sure of its
+    labels."""
     torch.manual_seed(seed)
     net = NETWORKS[network]()
     given = {"method": method or "auto", "seed": seed, "beta": 0.1, "prior_std": "he", "n_data": TRAIN}
@@ -111,7 +112,7 @@ def test_nll(module: Bayes) -> float:
 
 def errors(module: Bayes, σ: float | None, factors: tuple[float, ...]) -> list[tuple[str, float, float, float]]:
     """`(method, bias, bias with one sign, noise)` for three backward passes, for two with each factor, and for two with
-    the ε of three; σ defaults to the module's."""
+    the ε of three. σ defaults to the module's."""
     if σ is not None:
         with torch.no_grad():
             for log_σ in module.log_sigma.values():
@@ -176,7 +177,7 @@ def _rule(rule: Any) -> Iterator[None]:
 
 
 def gradient_table(seeds: int, epochs: int) -> str:
-    """The worst of the seeds."""
+    """The worst value over seeds."""
     rows, headers = [], []
     for network in NETWORKS:
         for state, (method, length) in STATES.items():

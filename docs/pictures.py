@@ -12,6 +12,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,13 +158,20 @@ def predictions(posterior: Any, predictive: str | None = None, **words: Any) -> 
     return tuple(at)  # type: ignore[return-value]
 
 
+def plain(posterior: Any) -> tuple[Prediction, Prediction]:
+    """The network without its posterior, with the training error as σ."""
+    x, y = TRAIN.tensors
+    σ = float((posterior.predict(x, "map").mean - y).square().mean().sqrt())
+    return predictions(replace(posterior, likelihood=Gaussian(noise_std=σ)), "map", calibrated=False)
+
+
 def draw(names: list[str]) -> None:
     """The pictures with these names, or all."""
     members = DeepEnsemble([laplace_of(plain_training(seed)) for seed in range(5)])
     seed = median_of(members)
     laplace: Any = members.posteriors[seed]
     model = laplace.network
-    left = {"plain network": predictions(laplace, "map", calibrated=False)}
+    left = {"plain network": plain(laplace)}
     drawn: dict[str, Callable[[], Panels]] = {
         "laplace": lambda: left | {"post-hoc Laplace": predictions(laplace)},
         "structures": lambda: {
@@ -196,8 +204,8 @@ def seeded(kind: type[Net], seed: int, **options: Any) -> Net:
 def median_of(members: DeepEnsemble) -> int:
     """Whose hidden points the plain network predicts neither best nor worst; what all of them do is printed."""
     scores = {}
-    for word in ("map", "glm"):
-        each = [nll(predictions(member, word, calibrated=word == "glm")[1]) for member in members.posteriors]
+    for word, predicted in (("map", plain), ("glm", predictions)):
+        each = [nll(predicted(member)[1]) for member in members.posteriors]
         print(f"each of five networks, {word}: {[round(value, 2) for value in each]}, mean {sum(each) / 5:.2f}")
         scores[word] = each
     return sorted(range(5), key=lambda seed: scores["map"][seed])[2]

@@ -1,5 +1,5 @@
-"""Argument checks. Each returns the value, or raises an error that names the argument and what it accepts. Options are
-read from words and mappings here too.
+"""Argument checks. Each returns the value, or raises an error that names the argument and says what it accepts. This
+module also reads options from words and mappings.
 
 The module needs only Python, so every layer can use it. `name` is the name of the argument, `error` the exception type.
 """
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def format_value(value: Any) -> str:
-    """A value within a message: short, and on one line.
+    """Format a value for a message: short, and on one line.
 
     >>> format_value("ten"), format_value([1.0, 2.0])
     ("'ten'", '[1.0, 2.0]')
@@ -26,13 +26,13 @@ def format_value(value: Any) -> str:
     if hasattr(value, "shape") and len(value.shape):
         return f"a {type(value).__name__} of shape {list(value.shape)}"
     text = " ".join(repr(value).split())
-    if text.startswith("<"):  # a repr with a memory address is no help
+    if text.startswith("<"):  # a repr with a memory address does not help
         return f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def format_names(names: Sequence[str], most: int = 3) -> str:
-    """The first of many names within a message."""
+    """List the first names for a message."""
     return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 
@@ -121,7 +121,7 @@ def instance(name: str, value: Any, kind: type | tuple[type, ...], meaning: str)
 
 
 def listed(name: str, value: Any, what: str) -> Any:
-    """A list or another sequence, but no string; `what` describes its items in the error message."""
+    """A list or another sequence that is not a string; `what` describes its items in the error message."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must be a list of {what}, got {format_value(value)}")
     return value
@@ -134,15 +134,15 @@ def register(kinds: dict[str, type], kind: type, attribute: str) -> None:
         return
     known = kinds.get(name, kind)  # a class that is defined again, as in a notebook, replaces its first version
     if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
-        raise ValueError(f"the name {name!r} belongs to {known.__qualname__}: give {kind.__qualname__} another one")
+        raise ValueError(f"the name {name!r} belongs to {known.__qualname__}: give {kind.__qualname__} another name")
     kinds[name] = kind
 
 
 def plain_values(value: Any) -> Any:
     """Convert nested mappings to dictionaries and sequences to lists; tuples stay tuples.
 
-    Configuration tools pass their own containers (Hydra's `DictConfig` and `ListConfig`), and a checkpoint that holds
-    one cannot be read with `weights_only=True`.
+    Configuration tools pass their own containers (Hydra's `DictConfig` and `ListConfig`), and a checkpoint that
+    contains one cannot be loaded with `weights_only=True`.
 
     >>> plain_values({"prior_std": {"*": 1.0}, "deterministic": range(2)})
     {'prior_std': {'*': 1.0}, 'deterministic': [0, 1]}
@@ -157,7 +157,8 @@ def plain_values(value: Any) -> Any:
 
 
 def resolve_option(name: str, value: Any, kinds: Mapping[str, type[T]]) -> T:
-    """The option of one of several `kinds` that an argument means: an object, a word, or `to_plain` of an object."""
+    """Convert an argument to an option of one of `kinds`. It is an option already, a word, or the result of
+    `to_plain`."""
     if type(value) in kinds.values():
         return value
     if isinstance(value, Mapping):
@@ -168,7 +169,8 @@ def resolve_option(name: str, value: Any, kinds: Mapping[str, type[T]]) -> T:
 
 
 def read_option(name: str, value: Any, kind: type[T], other: Callable[[Any], T]) -> T:
-    """The option that an argument means: an object, a mapping of its fields, or what `other` makes of another value."""
+    """Convert an argument to an option of type `kind`: a mapping gives its fields, and `other` converts any other
+    value."""
     if isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):
@@ -177,10 +179,10 @@ def read_option(name: str, value: Any, kind: type[T], other: Callable[[Any], T])
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for key in plain:
         if key not in known:
-            raise TypeError(f"{name} has no argument {key!r}: use some of {', '.join(map(repr, known))}")
+            raise TypeError(f"{name} has no argument {key!r}: use any of {', '.join(map(repr, known))}")
     return kind(**plain)
 
 
 def to_plain(option: Any) -> dict[str, Any]:
-    """The option as a dictionary that `resolve_option` reads, for checkpoints and files."""
+    """Convert an option to a dictionary for checkpoints and files. `resolve_option` reads it back."""
     return {"kind": option.kind, **{field.name: getattr(option, field.name) for field in fields(option)}}

@@ -1,7 +1,7 @@
 """Active learning: which images should someone label next?
 
 A small network learns digits from 20 labels, asks for ten more, trains again, and so on. BALD (Houlsby et al. 2011)
-asks for the images with the highest mutual information of label and weights: their labels tell most about the weights.
+asks for the images with the highest mutual information of label and weights: their labels say most about the weights.
 An image that is merely hard to read has high entropy but little mutual information. The baselines are images with high
 entropy and random images. Results are means over eight runs, each with different images to label and to test on.
 
@@ -24,9 +24,9 @@ TEST, PRIOR = 600, 1.0
 
 
 def varied(score: Tensor, power: float = 8.0) -> Tensor:
-    """Random keys; the largest are drawn with probabilities proportional to a power of the score. Images with the
-    largest scores are similar, and ten of them tell little more than one (Kirsch et al. 2023, "Stochastic batch
-    acquisition: a simple baseline for deep active learning")."""
+    """Random keys; the largest are drawn with probability proportional to a power of the score. Images with the largest
+    scores are similar, so ten of them add little to one (Kirsch et al. 2023, "Stochastic batch acquisition: a simple
+    baseline for deep active learning")."""
     return power * score.log() - torch.empty_like(score).exponential_().log()
 
 
@@ -56,7 +56,7 @@ def train(x: Tensor, y: Tensor, steps: int) -> nn.Module:
 
 
 def learn(settings: Settings, name: str, seed: int) -> list[float]:
-    """The accuracy on other images after each round."""
+    """The accuracy on test images after each round."""
     torch.manual_seed(seed)
     x, y = map(torch.tensor, load_digits(return_X_y=True))
     x, order = x.float() / 16, torch.randperm(len(x))
@@ -101,7 +101,7 @@ def main() -> None:
             accuracies[name].append(run.once(f"{name} {seed}", learn, settings, name, seed))
     runs = {name: torch.tensor(rows) for name, rows in accuracies.items()}
     table = {name: judge(rows, settings.labels) for name, rows in runs.items()}
-    table["BALD − chance"] = judge(runs["BALD"] - runs["chance"], settings.labels)  # run by run
+    table["BALD − chance"] = judge(runs["BALD"] - runs["chance"], settings.labels)  # difference within each run
     run.save_table("table", table)
     run.save_picture("active_learning", draw(runs, settings.labels))
 

@@ -30,7 +30,7 @@ PREDICTIVES = {"MAP": "map", "BNN": "bnn", "GLM": "glm"}
 class Settings:
     steps: int = 3000
     width: int = 50
-    side: int = 100  # of the picture, in points
+    side: int = 100  # size of the picture, in points
     points: str = "crescents"  # or "banana"
 
 

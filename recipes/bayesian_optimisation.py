@@ -3,7 +3,7 @@
 After each evaluation a small network trains on all values so far, and its Laplace posterior chooses the next point: the
 minimum of one function drawn from it (Thompson sampling, `sample_function`), or the point with the largest expected
 improvement (`predict(..., differentiable=True)`). Both are optimised by their gradient in x, from the best of many
-points. The baseline is random search. The regret is the best value so far minus the minimum.
+points. The baseline is random search. Regret is the best value so far minus the minimum.
 
     python recipes/bayesian_optimisation.py    # five minutes; results go to outputs/bayesian_optimisation/
 """
@@ -31,8 +31,8 @@ Fit = Callable[[], GaussianPosterior]
 @dataclass(frozen=True)
 class Settings:
     searches: int = 5
-    looks: int = 20  # after the first
-    iterations: int = 200  # of L-BFGS
+    looks: int = 20  # evaluations after the first ones
+    iterations: int = 200  # steps of L-BFGS
 
 
 class Surrogate(L.LightningModule):

@@ -45,7 +45,7 @@ def train(digits: Digits, seed: int, epochs: int) -> GaussianPosterior:
 
 
 def compare(l2m: GaussianPosterior, digits: Digits) -> list[dict[str, Any]]:
-    """A row for each method; `fit` chooses prior and temperature on the validation images, unless `tune` is set."""
+    """Return a row per method. `fit` chooses prior and temperature on the validation images, unless `tune` is set."""
     loaders = DataLoader(digits.train, 100), DataLoader(digits.validation, 100)
     laplace = partial(fit, l2m.network, *loaders, progress=False)
     methods = {

@@ -3,8 +3,8 @@
 A small network, trained on 150 digits, misclassifies one digit in twelve. Held-out digits, used for nothing else, turn
 its probabilities into guarantees: a confidence threshold above which at most 3 % are wrong, with 90 % certainty, and
 sets that contain the true digit in 95 % of all cases. The guarantees hold for MAP and for the posterior, which differ
-little here. "aps" makes larger sets than "lac" and covers more of the hard digits, the fifth that the network is least
-sure of. Results are means over five training runs, each with different digits.
+little here. "aps" makes larger sets than "lac" and covers more of the hard digits (the fifth that the network is least
+sure of). Results are means over five training runs, each with different digits.
 
     python recipes/conformal.py    # half a minute; table and picture go to outputs/conformal/
 """
@@ -61,7 +61,7 @@ def train(digits: TensorDataset, validation: TensorDataset, seed: int) -> Gaussi
 
 
 def judge(known: Prediction, y: Tensor, new: Prediction, y_new: Tensor) -> dict[str, float]:
-    """Scores on new digits, with thresholds and sets from held-out ones."""
+    """Scores on new digits; the thresholds and sets come from held-out digits."""
     right = new.label == y_new
     kept = new.confidence > metrics.functional.threshold_for_risk(known.confidence, known.label == y, RISK, DELTA)
     hard, wrong = new.confidence <= new.confidence.quantile(0.2), 1 - right[kept].float().mean()

@@ -3,8 +3,8 @@
 One network learns to read digits whose pixels are permuted differently for each task, and sees only the images of the
 current task. Plain fine-tuning forgets earlier tasks. A Laplace posterior measures which weights they need: its
 penalty ½ (θ − m)ᵀP(θ − m) in the loss keeps those in place (Kirkpatrick et al. 2017, with a diagonal P; Ritter et al.
-2018, with Kronecker factors, which include correlations between weights). The reference is training on the images of
-all tasks at once, which forgets nothing.
+2018, with Kronecker factors, which include correlations between weights). The reference trains on the images of all
+tasks at once and forgets nothing.
 
     python recipes/continual_learning.py            # two minutes; results go to outputs/continual_learning/
     python recipes/continual_learning.py --mnist    # 5,000 images of MNIST, at 14 × 14 pixels, instead of 1,000 digits
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from lightning_bayes import LaplacePosterior, fit_laplace
 
-METHODS = {  # the structure of the posterior, and the factor on its penalty
+METHODS = {  # the posterior's structure, and the factor on its penalty
     "fine-tuning": (None, 0),
     "diagonal": ("diag", 1),
     "diagonal, 10 times": ("diag", 10),

@@ -27,7 +27,7 @@ class Block(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """Two scales down and up, with 1×1 skip connections; a sigmoid gives pixels from 0 to 1."""
+    """A U-Net with two scales and 1×1 skip connections; a sigmoid gives pixels from 0 to 1."""
 
     def __init__(self, width: int = 16, dropout: float = 0.0) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def read_digits(n_train: int = 800, n_validation: int = 200) -> Digits:
 
 
 def draw_letters() -> Tensor:
-    """Letters in two matplotlib fonts, made like the digits: 32 × 32 dots, counted in 4 × 4 fields.  # [104, 64]"""
+    """Letters in two matplotlib fonts, made like the digits: 32 × 32 dots, counted in blocks of 4 × 4.  # [104, 64]"""
     rows = []
     for letter in ascii_letters:
         for family in ("sans-serif", "serif"):
@@ -78,7 +78,7 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
 
 
 def draw_scores(scores: Mapping[str, Sequence[Tensor]], label: str = "entropy of the prediction") -> Figure:
-    """Scores by method, from its predictions for known and unknown inputs."""
+    """Plot the scores of each method, given its predictions for known and unknown inputs."""
     figure = Figure(figsize=(4.6 * len(scores), 3.6), layout="constrained")
     for ax, (name, (known, unknown)) in zip(figure.subplots(1, len(scores)), scores.items(), strict=True):
         plots.ood_histogram(*joined(known, unknown), ax=ax)

@@ -1,7 +1,7 @@
 """Real text that every machine has: the docstrings of installed packages, labelled by their library.
 
 Words become numbers by hashing, so no tokenizer is downloaded. Names of libraries are removed, because they would give
-the answer away. Docstrings with the same beginning count once across all libraries, so none is in two sets.
+the answer away. Docstrings with the same beginning count once across all libraries, so no docstring is in two sets.
 """
 
 import ast
@@ -65,7 +65,7 @@ def make_bert(labels: int, weights: Any = None) -> Any:
 
 
 def tokenize(text: str) -> tuple[int, ...]:
-    """The first words."""
+    """The tokens of the first words."""
     words = [word for word in re.findall("[a-z]+", text.lower()) if word not in NAMES]
     return (START, *(2 + crc32(word.encode()) % (VOCABULARY - 2) for word in words[: WORDS - 1]))
 
@@ -76,12 +76,13 @@ def example(tokens: tuple[int, ...], label: int) -> Example:
 
 
 def together(examples: Examples) -> Example:
-    """As one batch."""
+    """Stack the examples into one batch."""
     return {key: torch.stack([one[key] for one in examples]) for key in examples[0]}
 
 
 def split(groups: list[Examples], *sizes: int) -> list[Examples]:
-    """Random parts with the given numbers of examples per group; a group with too few has a smaller last part."""
+    """Split at random into parts with `sizes` examples per group; if a group is too small, its last parts are
+    smaller."""
     parts: list[Examples] = [[] for _ in sizes]
     for group in groups:
         order = torch.randperm(len(group)).tolist()

@@ -10,7 +10,8 @@ from views import Measured, stabiliser
 
 
 def draw_pictures(run: Run, seen: Measured, laws: dict[str, dict[str, Tensor]]) -> None:
-    """The first image: truth, reconstruction, error and standard deviation of each method; histogram; calibration."""
+    """Plot the first image (truth, reconstruction, error and standard deviation by method), a histogram and
+    calibration."""
     stable = stabiliser(seen.A, seen.noise_std)
     figure = Figure(figsize=(7.2, 1.9 * len(laws)), layout="constrained", dpi=160)
     for axes, (method, law) in zip(figure.subplots(len(laws), 4, squeeze=False), laws.items(), strict=True):

@@ -1,9 +1,9 @@
 """L2M: a posterior from the second moments that Adam already keeps, without a pass over the data.
 
 The network trains on the digits 0–7 with AdamW and a falling learning rate. The diagonal posterior costs nothing beyond
-training. It is compared with the posterior that it estimates: Laplace with the empirical Fisher, from a pass over the
-data. Both choose prior and temperature on the validation images; for digits the chosen prior is so strong that their
-predictions agree. Two more training runs make an ensemble.
+training. It approximates a Laplace posterior with the empirical Fisher from a pass over the data, so the two are
+compared. Both choose prior and temperature on the validation images; for digits the chosen prior is so strong that
+their predictions agree. Two more training runs make an ensemble.
 
     python recipes/l2m.py    # half a minute; table, picture and posteriors go to outputs/l2m/
 """

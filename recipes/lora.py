@@ -1,7 +1,7 @@
 """LoRA: a small transformer is pre-trained, then fine-tuned with an adapter, and only the adapter gets a posterior.
 
 The network learns to answer "Which library is this docstring from?" for four libraries in pre-training, and then for
-four others with few examples each. Docstrings of two further libraries are new to it, and should stand out.
+four others with few examples each. Docstrings of two more libraries are new to it, and should stand out.
 
     python recipes/lora.py    # two minutes; needs transformers and peft; adapters and posteriors go to outputs/lora/
 """

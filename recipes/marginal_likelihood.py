@@ -1,7 +1,7 @@
 """Marginal likelihood: learn the strength of regularisation from the training data, layer by layer.
 
-The usual method is a grid: train for each weight decay without the validation images, choose on them, and train again
-with all images. `MarginalLikelihoodCallback` trains once, on all images, and needs none for validation.
+The usual method is a grid: train once per weight decay without the validation images, choose the value that scores best
+on them, and train again on all images. `MarginalLikelihoodCallback` trains only once, on all images.
 
     python recipes/marginal_likelihood.py              # two minutes; results go to outputs/marginal_likelihood/
     python recipes/marginal_likelihood.py --fashion    # 2,500 images of FashionMNIST instead of 1,000 digits
@@ -56,7 +56,7 @@ class Net(L.LightningModule):
 
 
 def train(run: Run, part: TensorDataset, data: Digits, seed: int, decay: float | None = None) -> dict[str, Any]:
-    """Train on a part of the data; without a weight decay, learn the priors."""
+    """Train on part of the data. Without a weight decay, learn the priors."""
     L.seed_everything(seed, verbose=False)
     model = Net(part.tensors[0].shape[1], int(part.tensors[1].max()) + 1, decay or 0.0, run.settings.epochs)
     marglik = MarginalLikelihoodCallback(burn_in_epochs=20, every_n_epochs=5, save=False, evidence=Learning(steps=30))
@@ -71,7 +71,7 @@ def train(run: Run, part: TensorDataset, data: Digits, seed: int, decay: float |
 
 
 def compare(run: Run, data: Digits, seed: int) -> tuple[dict[str, Scores], list[Any], list[Scores]]:
-    """The scores of each method, all points of the grid, and the metrics logged while the priors were learned."""
+    """Return the scores of each method, all points of the grid, and the metrics logged while learning the priors."""
     everything = TensorDataset(*map(torch.cat, zip(data.train.tensors, data.validation.tensors, strict=True)))
     learned = run.once(f"evidence {seed}", train, run, everything, data, seed)
     grid = [run.once(f"decay {d} {seed}", train, run, data.train, data, seed, d) for d in run.settings.decays]

@@ -57,7 +57,7 @@ def train(run: Run, digits: Digits, *callbacks: L.Callback) -> Autoencoder:
 
 
 def post_hoc(run: Run, digits: Digits) -> LaplacePosterior:
-    """`Diag(method="approx")` takes one backward pass, "exact" one for each of the 64 pixels."""
+    """`Diag(method="approx")` takes one backward pass; "exact" takes one for each of the 64 pixels."""
     x, _ = digits.train.tensors
     posterior = fit_laplace(train(run, digits), [(x, x)], Gaussian(NOISE), structure=Diag(method="approx"))
     return posterior.tune_prior(Tuning("marglik", noise=False))
@@ -72,7 +72,7 @@ def online(run: Run, digits: Digits) -> LaplacePosterior:
 
 
 def judge(posterior: LaplacePosterior, digits: Digits, samples: int) -> dict[str, float]:
-    """Errors per image, of the mean over sampled networks and of one sample; and how well unknown images stand out."""
+    """The error per image, of the mean over samples and of one sample, and how well unknown images stand out."""
 
     def scores(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         reconstruction = posterior.reconstruct(x, samples, torch.Generator().manual_seed(0))

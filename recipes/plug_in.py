@@ -1,7 +1,7 @@
 """Every method on unmodified modules: nothing in `lit_digits.py` knows about this package.
 
-In Python: callbacks that do not change training share one Trainer; those that do, and the mixins (see
-`bayes_digits.py`), have separate ones. The table compares each method with MAP, the plain network after its training.
+In Python: callbacks that do not change training share one Trainer; the others, and the mixins (see `bayes_digits.py`),
+have separate Trainers. The table compares each method with MAP, the plain network after that training.
 
     python recipes/plug_in.py                  # half a minute; results go to outputs/plug_in/
     python recipes/plug_in.py --devices 2      # the same on two `ddp` processes
@@ -36,7 +36,7 @@ class Settings:
 
 
 def trainings() -> dict[str, tuple[type[L.LightningModule], dict[str, Any], list[L.Callback]]]:
-    """A module, its arguments, and callbacks, for each training run."""
+    """For each training run, a module, its arguments and its callbacks."""
     options = {"likelihood": "classification", "beta": 0.01, "prior_std": "he"}
     variational = {"log_sigma_multiplier": 10.0, "variational": options}
     quiet, memory = {"progress": False}, {"memory_factor": 0.01, "memory": bayes.Memory(initial_curvature=300.0)}
@@ -55,7 +55,7 @@ def trainings() -> dict[str, tuple[type[L.LightningModule], dict[str, Any], list
 
 
 def train(run: Run, name: str) -> Iterable[dict[str, Any]]:
-    """Fit and test as usual; return the metrics that callbacks and mixins log, a row for each of their names."""
+    """Fit and test as usual; return the metrics that callbacks and mixins log, one row per name."""
     kind, arguments, callbacks = trainings()[name]
     L.seed_everything(run.seed, verbose=False)
     where = {"accelerator": "cpu", "devices": run.settings.devices, "default_root_dir": run.output}

@@ -1,4 +1,4 @@
-"""The shared code of all recipes: options, the output folder, steps that a second run does not repeat, and tables.
+"""Code that all recipes share: options, the output folder, steps that a second run does not repeat, and tables.
 
     run = start(__doc__, "laplace")                           # reads --data, --seed, --fast and --output
     weights = run.once("seed 0", train, digits, 0)            # computed, or read where an interrupted run saved it
@@ -8,7 +8,7 @@
     run.save_picture("bands", figure)                         # bands.png
 
 Results go to `outputs/<recipe>/`, with the command, all settings and the package versions in `settings.json`. A folder
-that holds the results of other settings is not changed.
+with results of other settings is not changed.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Run:
     output: Path
     settings: Any = None  # a frozen dataclass, or None
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
-    seconds: list[float] = field(default_factory=list, repr=False, compare=False)  # of each step of this process
+    seconds: list[float] = field(default_factory=list, repr=False, compare=False)  # per step of this process
 
     def seeds(self, n: int) -> range:
-        """Seeds for `n` repetitions; no two values of `--seed` share one."""
+        """Seeds for `n` repetitions; two values of `--seed` never share one."""
         return range(n * self.seed, n * (self.seed + 1))
 
     def once(self, step: str, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """The result of `function`, computed at most once; it may hold tensors, numbers, strings, lists and dicts."""
+        """The result of `function`, computed at most once; built of tensors, numbers, strings, lists and dicts."""
         path = self.output / "steps" / f"{step}.pt"
         if not path.exists():
             result, seconds = self.timed(function, *args, **kwargs)
@@ -102,7 +102,7 @@ class Run:
             append_rows(self.output / f"{table}.csv", [{"step": step, **row, "cpu_seconds": seconds} for row in rows])
 
     def timed(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> tuple[T, float]:
-        """The result and its processor time, without the time of inner steps, which have separate rows."""
+        """The result and its processor time, excluding inner steps, which have their own rows."""
         start, steps = time.process_time(), len(self.seconds)
         result = function(*args, **kwargs)
         seconds = time.process_time() - start - sum(self.seconds[steps:])
@@ -113,7 +113,7 @@ class Run:
         return read_rows(self.output / f"{table}.csv")
 
     def save_table(self, name: str, table: Mapping[str, Mapping[str, Any]], digits: int = 4) -> None:
-        """Print a table by method and column, and write it as CSV and Markdown."""
+        """Print a table with a row per method, and write it as CSV and Markdown."""
         if is_first_process():
             columns = list(dict.fromkeys(column for row in table.values() for column in row))
             rows = [[method, *(row.get(column) for column in columns)] for method, row in table.items()]
@@ -144,8 +144,8 @@ def start(
         name: The recipe's file below `recipes/`, without its suffix, and its folder below `outputs/`.
         scales: Settings, a frozen dataclass, by the option that chooses them: "default", "fast", "paper" and others.
             Each of their fields also becomes an option.
-        more: Adds options to the parser, which are then in `run.options`. They may select a part of the work, but not
-            change its results: they are not settings, and one folder may hold results of several values.
+        more: Adds options to the parser, which are then in `run.options`. They may select part of the work, but not
+            change its results: they are not settings, and one folder may have results of several values.
         arguments: Used instead of the command line.
         threads: The number of threads that PyTorch may use.
     """
@@ -187,7 +187,7 @@ def is_first_process() -> bool:
 
 
 def progress(items: Iterable[T], what: str) -> Iterable[T]:
-    """A progress bar, if the output is a terminal."""
+    """Show a progress bar if the output is a terminal."""
     return tqdm(items, desc=what, disable=None if is_first_process() else True)
 
 
@@ -217,13 +217,13 @@ def averaged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Mean and its standard error."""
+    """The mean and its standard error."""
     error = f"{standard_error(values):.{digits}f}" if len(values) > 1 else "–"
     return f"{mean(values):.{digits}f} ± {error}"
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """NaN for a single value, or if a value is infinite."""
+    """The standard error of the mean; NaN for a single value, or if a value is infinite."""
     known = len(values) > 1 and all(map(math.isfinite, values))
     return stdev(values) / math.sqrt(len(values)) if known else math.nan
 
@@ -257,7 +257,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of a file; a lock left by a stopped program expires."""
+    """Lock a file; a lock left by a stopped program expires."""
     lock = path.with_suffix(".lock")
     for _ in range(math.ceil(LONGEST_WRITE / 0.05)):
         with suppress(FileExistsError):
@@ -293,7 +293,7 @@ def _add_option(parser: argparse.ArgumentParser, name: str, default: Any) -> Non
 
 
 def _open(run: Run, name: str, scale: str, arguments: Sequence[str]) -> None:
-    """Write `settings.json`, or check that the folder holds results of the same settings."""
+    """Write `settings.json`, or check that the folder has results of the same settings."""
     if not is_first_process():
         return
     path = run.output / "settings.json"
@@ -313,7 +313,7 @@ def _open(run: Run, name: str, scale: str, arguments: Sequence[str]) -> None:
 
 
 def _command(name: str, arguments: Sequence[str]) -> str:
-    """The command without the folders of this machine."""
+    """The command line, without folders of this machine."""
     words, kept = iter(arguments), []
     for word in words:
         if word in ("--data", "--output"):
@@ -325,7 +325,7 @@ def _command(name: str, arguments: Sequence[str]) -> str:
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The first difference, if any."""
+    """Describe the first setting that differs, if any."""
     for key in {**old, **new}:
         a, b = old.get(key), new.get(key)
         if a != b:

@@ -60,7 +60,7 @@ def train(run: Run, digits: Digits, seed: int) -> GaussianPosterior:
 
 
 def predictors(posteriors: list[GaussianPosterior], digits: Digits) -> dict[str, list[Predictor]]:
-    """For each method one predictor per network, or one for all of them."""
+    """For each method, one predictor per network, or one for all networks."""
     validation = DataLoader(digits.validation, 100)
     tempered = [posterior.calibrate(validation, predictive="map") for posterior in posteriors]
     return {
@@ -87,7 +87,7 @@ def save_pictures(run: Run, methods: dict[str, list[Predictor]], digits: Digits)
 
 
 def verdict(table: dict[str, dict[str, float]]) -> str:
-    """A sentence that summarises the table, made from its numbers."""
+    """A sentence that summarises the table."""
     nll = table["Laplace"]["NLL"] - table["MAP + temperature"]["NLL"]
     size = "no better or worse" if abs(nll) < 0.005 else "better" if nll < 0 else "worse"
     gains = {name: table["Laplace"][f"AUROC {name}"] - table["MAP"][f"AUROC {name}"] for name in ("8 and 9", "letters")}

@@ -13,7 +13,8 @@ from torch import Tensor
 
 
 def radon_matrix(size: int, angles: int) -> Tensor:
-    """`angles` views, evenly spaced over half a turn; a row per view and detector.  # sparse [angles·size, size²]"""
+    """The matrix of `angles` views, evenly spaced over half a turn, with a row per view and detector.  # sparse
+    [angles·size, size²]"""
     rows, columns, values = [], [], []
     centre = size // 2
     beam, detector = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")  # along, across

@@ -1,9 +1,9 @@
 """One network, six posteriors: what each predicts in a gap of the data.
 
 The data are a sine with a gap, and with `--snelson` also Snelson's data without the points in the middle. Each row of
-the figure shows one network. The posteriors keep different parts of the curvature: all of it, Kronecker factors, its
-diagonal, all of it for the last layer or for a few weights, or, in function space, all of it for a few training points.
-The evidence chooses priors and noise. Nothing is held out: validation data would also choose the predictives' tails.
+the figure shows one network. The posteriors keep different parts of the curvature: all of it, Kronecker factors, the
+diagonal, all of it for the last layer or a few weights, or, in function space, all of it for a few training points. The
+evidence chooses priors and noise. Nothing is held out: validation data would also choose the predictives' tails.
 
     python recipes/regression_1d.py              # half a minute; table and picture go to outputs/regression_1d/
     python recipes/regression_1d.py --snelson    # reads snelson/train_inputs and train_outputs in the folder --data
@@ -80,7 +80,7 @@ def believe(run: Run, line: Tensor, data: Pairs, gap: Pairs) -> dict[str, Any]:
 
 
 def draw(ax: Any, x: Tensor, curves: Tensor, data: Pairs, gap: Pairs) -> None:
-    """Two standard deviations of a new observation, and of the function."""
+    """Plot two standard deviations of a new observation, and of the function."""
     mean, *deviations = curves.T
     for σ, colour in zip(deviations, ("#cfe3f5", "#6aaede"), strict=True):
         ax.fill_between(x, mean - 2 * σ, mean + 2 * σ, color=colour, linewidth=0)

@@ -34,8 +34,8 @@ class Settings:
 
 
 def train(digits: Digits, seed: int, epochs: int, tune: str) -> GaussianPosterior:
-    """Train as usual, with a posterior: `tune="auto"` chooses the prior on validation images, "marglik" by the
-    evidence, which makes the posterior wider. Both fit their temperature on the validation images."""
+    """Train as usual, with a posterior. `tune="auto"` chooses the prior on validation images; "marglik" chooses it by
+    the evidence, which makes the posterior wider. Both fit their temperature on the validation images."""
     L.seed_everything(seed, verbose=False)
     laplace = LaplaceCallback(tune=tune, progress=False)
     trainer = L.Trainer(max_epochs=epochs, callbacks=[laplace], accelerator="cpu", **QUIET)
@@ -66,7 +66,7 @@ def screen(predict: Predictor, score: str, digits: Digits) -> dict[str, float]:
 
 
 def draw_curves(methods: dict[str, Predictor], digits: Digits) -> Figure:
-    """Answers in order of confidence, most confident first; on the right, any answer for a letter is wrong."""
+    """Plot answers in order of confidence, most confident first; on the right, any answer for a letter is wrong."""
     (x, y), letters = digits.test.tensors, digits.unknown["letters"]
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     axes = figure.subplots(1, 2)

@@ -1,6 +1,6 @@
 """Scenes of several digits, for the recipes on dense outputs, and a small U-Net for them.
 
-Two objects lie at random places of a canvas, the second on top; each is twice as large as scikit-learn's.
+Two objects lie at random places on a canvas, the second on top of the first. Each is twice as large as in scikit-learn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ INK = 0.3  # pixels above this belong to an object
 
 
 class UNet(nn.Module):
-    """Three resolutions.  # [B, inputs, H, W] -> [B, outputs, H, W]"""
+    """A U-Net with three resolutions.  # [B, inputs, H, W] -> [B, outputs, H, W]"""
 
     def __init__(self, inputs: int, outputs: int, width: int = 16) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def noisy(image: Tensor, std: float, seed: int) -> Tensor:
 
 
 def spoilt(image: Tensor, std: float, seed: int) -> Tensor:
-    """With noise, and a square of half the side covered."""
+    """Add noise, and cover a square of half the side."""
     x = noisy(image, std, seed)
     corners = torch.randint(SIDE // 2 + 1, (len(x), 2), generator=torch.Generator().manual_seed(seed))
     for picture, (row, column) in zip(x, corners.tolist(), strict=True):

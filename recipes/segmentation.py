@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import GLM, GaussianPosterior, LaplaceCallback, Prediction, plots
 
-NOISE, UNKNOWN = 0.1, -100  # the latter marks pixels without a label
+NOISE, UNKNOWN = 0.1, -100  # `UNKNOWN` marks pixels without a label
 
 
 @dataclass(frozen=True)

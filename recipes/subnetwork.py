@@ -45,7 +45,7 @@ class Net(L.LightningModule):
         return F.mse_loss(self(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        """A learning rate that falls, and stays constant while SWAG collects weights."""
+        """The learning rate falls, then stays constant while SWAG collects weights."""
         adam = torch.optim.Adam(self.parameters(), lr=1e-2, weight_decay=1e-4)
         falling = torch.optim.lr_scheduler.LambdaLR(adam, lambda epoch: 0.1 ** min(1, epoch / (0.75 * self.epochs)))
         return [adam], [falling]

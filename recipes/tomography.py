@@ -2,15 +2,15 @@
 
 A digit is measured from few angles, with noise. A U-Net that is trained only on these measurements reconstructs it.
 The network is then linearised, and the evidence of the measurements tunes its prior, which gives each pixel a variance.
-After Antorán et al. 2022, "A probabilistic deep image prior for computational tomography" (tutorial, section 7).
+It follows Antorán et al. 2022, "A probabilistic deep image prior for computational tomography" (tutorial, section 7).
 
 - Bayes DIP (TV): variances and lengths of the U-Net's filters, block by block, with the TV-PredCP prior over lengths.
 - Bayes DIP (filters): the same without that prior. Bayes DIP (ARD): one variance per block.
 - Gaussian: one variance for all weights. MC dropout: images drawn from a U-Net with dropout. one σ: the plain
   reconstruction; every pixel has the mean square error of the other images.
 
-The NLL of the true image is in nats per pixel: of the pixels one by one, and joint, both with the authors' stabilising
-term on the variances, σ²·mean diag (AᵀA)†. Digits are test images of MNIST if `--data` has them, else random ellipses.
+The NLL of the true image is in nats per pixel, for single pixels and joint, both with the authors' stabilising
+term on the variances, σ²·mean diag (AᵀA)†. Images are MNIST's test digits if `--data` has them, else random ellipses.
 
     python recipes/tomography.py    # ten digits from 10 angles: a quarter of an hour on one core
 """
@@ -37,7 +37,7 @@ PRIORS = {"Bayes DIP (TV)": "tv", "Bayes DIP (filters)": "filters", "Bayes DIP (
 class Settings:
     images: int = 10
     angles: tuple[int, ...] = (10,)
-    noise: tuple[float, ...] = (0.05,)  # of the measurements' mean size
+    noise: tuple[float, ...] = (0.05,)  # relative to the measurements' mean size
     size: int = 28
     steps: int = 1500
     width: int = 16
@@ -63,7 +63,7 @@ def read(run: Run) -> Tensor:
 
 
 def views(run: Run) -> dict[str, Measured]:
-    """Every image with each number of angles and each noise, by the name of the step."""
+    """Measurements of every image for each number of angles and each noise, keyed by the name of the step."""
     maps = {angles: radon_matrix(run.settings.size, angles) for angles in run.settings.angles}
     return {
         f"{angles} angles, {100 * noise:g} % noise, image {n}": Measured.of(image, A, noise, seed=1000 * run.seed + n)
@@ -73,7 +73,7 @@ def views(run: Run) -> dict[str, Measured]:
 
 
 def images_of(seen: Measured, settings: Settings, seed: int) -> dict[str, dict[str, Tensor]]:
-    """By method, the image's mean and covariance."""
+    """The mean and covariance of the image by method."""
     options = {"smoothness": settings.smoothness, "width": settings.width}
     network, x = reconstruct(seen.A, seen.y, seed, settings.steps, **options)
     network, x, laws = network.double(), x.double(), {}  # the covariance is a small difference of large matrices

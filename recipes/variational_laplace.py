@@ -64,7 +64,7 @@ class VL(LogSigmaMultiplierMixin, VariationalLaplaceMixin, DigitNet):
 
 
 def make(kind: type[DigitNet]) -> Any:
-    """log σ learns ten times as fast as the weights: at their rate it does not converge before training ends."""
+    """log σ learns ten times as fast as the weights; at their rate it would not converge before training ends."""
     return kind() if kind is DigitNet else kind(log_sigma_multiplier=10.0, variational=VARIATIONAL)
 
 

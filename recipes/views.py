@@ -16,7 +16,7 @@ SCORES = ("NLL", "joint NLL", "PSNR", "in 95 %", "rank correlation")
 
 @dataclass(frozen=True)
 class Measured:
-    """`y = Ax + η`."""
+    """An image and its measurement `y = Ax + η`."""
 
     image: Tensor  # [size, size]
     A: Tensor  # sparse [d_y, size²]
@@ -25,7 +25,7 @@ class Measured:
 
     @staticmethod
     def of(image: Tensor, A: Tensor, noise: float, seed: int) -> Measured:
-        """White noise with `noise` times the average size of the measurements."""
+        """Measure with white noise, `noise` times the average size of the measurements."""
         clean = A @ image.flatten()
         σ = noise * float(clean.abs().mean())
         return Measured(
@@ -34,7 +34,7 @@ class Measured:
 
 
 def stabiliser(A: Tensor, noise_std: float) -> float:
-    """`σ²·mean diag (AᵀA)†`: the variance that noise alone leaves to a pixel, for near-singular covariances."""
+    """`σ²·mean diag (AᵀA)†`: the variance of a pixel that noise alone causes, for near-singular covariances."""
     values = torch.linalg.svdvals(A.to_dense().double())[:KEPT]
     return noise_std**2 * float((values[values > 1e-6 * values[0]] ** -2).sum()) / A.shape[1]
 
@@ -73,7 +73,7 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
 
 
 def order(rows: Sequence[Row], best: str = "Bayes DIP (TV)") -> str:
-    """Whether the paper's best method is also best here: image by image against each other method."""
+    """Compare the paper's best method with each other method, image by image."""
     rows, lines = [*rows, *one_sigma([row for row in rows if row["method"] == "Gaussian"])], []
     for score in SCORES[:2]:
         values = {(row["step"], row["method"]): row[score] for row in rows}

@@ -1,4 +1,4 @@
-"""Ordinary training runs × methods: does a posterior help the networks that people have?
+"""Every method on ordinary training runs: does a posterior help common networks?
 
     make practice          # the smaller half of REPORT, about 20 minutes on two cores
     FULL=1 make practice   # all of it

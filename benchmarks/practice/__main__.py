@@ -1,4 +1,4 @@
-"""`python -m benchmarks.practice`: train ordinary networks, run every method on them, write a CSV, a table and targets.
+"""`python -m benchmarks.practice`: train ordinary networks, run every method, and write a CSV, a table and targets.
 
 Results are kept: an interrupted run, or a run with another method, continues from there.
 """
@@ -57,7 +57,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _current(folder: Path, present: list[SetUp]) -> list[results.Row]:
-    """The current rows of these setups, without those of other training runs and without resolved failures."""
+    """The current rows of these setups, except those of other training runs and resolved failures."""
     made = {
         setup.name: (
             setup.key,
@@ -75,7 +75,7 @@ def _current(folder: Path, present: list[SetUp]) -> list[results.Row]:
 
 
 def _with_data(chosen: list[SetUp]) -> list[SetUp]:
-    """The setups whose data are available; the others are reported."""
+    """The setups whose data are available. Report the others."""
     missing: dict[str, str] = {}
     readable: dict[tuple[str, bool], bool] = {}
     for setup in chosen:

@@ -33,7 +33,7 @@ class Comparison:
         return [row[number] for row in self.of(method) if number in row]
 
     def differences(self, method: str, rival: str, number: str) -> list[float]:
-        """Method minus rival, on networks that have both."""
+        """The method's number minus the rival's, on networks that have both."""
         rivals = self._of.get(rival, {})
         pairs = [(row, rivals[row["setup"]]) for row in self.of(method) if row["setup"] in rivals]
         return [a[number] - b[number] for a, b in pairs if number in a and number in b]

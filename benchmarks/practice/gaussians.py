@@ -1,5 +1,5 @@
-"""Files with the Gaussian over outputs of every network, for many priors: a rule that chooses a prior, a link and a
-temperature can then be tried in milliseconds, without a network.
+"""Files with every network's Gaussian over outputs for many priors. With these, a rule that chooses a prior, a link and
+a temperature can be tried in milliseconds, without a network.
 
     for s in load_gaussians("build/practice", group="choose"):
         s.val.mean, s.val.cov[d]  # at the prior precision s.deltas[d]
@@ -26,7 +26,7 @@ from benchmarks.practice.training import EVALUATION_BATCH, loader, trained, writ
 from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
 
 DELTAS = torch.logspace(-4, 4, 25, dtype=torch.float64)
-LARGEST = {"val": 500, "test": 1000, "ood": 500}  # examples
+LARGEST = {"val": 500, "test": 1000, "ood": 500}  # number of examples
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Gaussians:
-    """One network's Gaussians over outputs, of its Kronecker posterior."""
+    """The Gaussians over outputs of one network with its Kronecker posterior."""
 
     setup: SetUp
     deltas: Tensor  # [D]
@@ -49,9 +49,9 @@ class Gaussians:
     test: Outputs
     ood: Outputs | None
     n_train: int
-    noise_std: float | None  # of a regression: the training RMSE, as `train_rmse`
-    y_scale: float  # of a regression: one unit of its targets
-    posterior: dict[str, Any]  # at δ = 1, as `GaussianPosterior.from_state_dict` reads it
+    noise_std: float | None  # the training RMSE of a regression
+    y_scale: float  # one unit of a regression's targets
+    posterior: dict[str, Any]  # at δ = 1, for `GaussianPosterior.from_state_dict`
 
     @property
     def name(self) -> str:

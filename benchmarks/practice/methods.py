@@ -1,8 +1,8 @@
 """The methods by name: each maps a trained network to a predictor. A new method is one more entry.
 
 "default" is `LaplaceCallback(likelihood=…)` on a Trainer with validation data, "default, no validation" is the same
-without them, and "L2M" is `L2MCallback(likelihood=…)`. The other names list what they change: structure, tuning and
-the link for classes.
+without validation data, and "L2M" is `L2MCallback(likelihood=…)`. The other names list their settings: structure,
+tuning and the link for classes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ TEMPERATURES = torch.logspace(-1.5, 1.5, 601)
 
 
 class NotApplicable(Exception):
-    """The reason why a method does not apply to a setup."""
+    """Raised if a method does not apply to a setup, with the reason."""
 
 
 def measure(name: str, subject: Subject) -> dict[str, float]:
-    """All numbers of one method on one setup; the cost covers the fit, not the predictions."""
+    """Return all numbers of one method on one setup. The cost covers the fit, but not the predictions."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings for users, repeated hundreds of times here
+        warnings.simplefilter("ignore")  # these warnings would appear hundreds of times
         subject.restart()
         predictor = METHODS[name](subject)
         cost = subject.cost()
@@ -48,7 +48,7 @@ def plain(subject: Subject) -> Predictor:
 
 
 def temperature(subject: Subject) -> Predictor:
-    """One number fitted on validation data: a temperature on the logits, or the noise of a regression."""
+    """Fit one number on validation data: a temperature on the logits, or the noise of a regression."""
     f, y = subject.validation_outputs(), subject.task.val.y
     if subject.is_regression:
         return _point(subject, float((f - y).square().mean().sqrt()))
@@ -57,7 +57,7 @@ def temperature(subject: Subject) -> Predictor:
 
 
 def student_t(subject: Subject) -> Predictor:
-    """The plain network with the variance and the degrees of freedom that fit validation data."""
+    """The plain network, with variance and degrees of freedom fitted to validation data."""
     if not subject.is_regression:
         raise NotApplicable("classes have no noise")
     calibrated = subject.fit().calibrate(subject.val, "map")
@@ -65,7 +65,7 @@ def student_t(subject: Subject) -> Predictor:
 
 
 def _point(subject: Subject, number: float, network: Any = None) -> Predictor:
-    """Outputs with a noise, or a temperature."""
+    """The outputs as predictions, with a noise or a temperature."""
 
     def predictor(x: Tensor) -> Predicted:
         f = subject.outputs(x, network).double()  # in float32, the probability of a class could be zero
@@ -151,7 +151,7 @@ def laplace(
 
 
 def known_noise(subject: Subject) -> Predictor:
-    """Regression: the noise is the training RMSE, the prior is tuned by evidence."""
+    """For a regression, take the training RMSE as noise, and tune the prior by the evidence."""
     if not subject.is_regression:
         raise NotApplicable("classes have no noise")
     tuned = subject.fit(noise_std=subject.train_rmse()).tune_prior(Tuning("marglik", noise=False))
@@ -159,8 +159,8 @@ def known_noise(subject: Subject) -> Predictor:
 
 
 def laplace_torch(subject: Subject) -> Predictor:
-    """The peer's default: last layer, Kronecker, prior chosen by its marginal likelihood, probit; for a regression also
-    the noise, tuned as in its documentation."""
+    """laplace-torch's default: last layer, Kronecker, a prior chosen by its marginal likelihood, and probit. For a
+    regression, the noise is also tuned, as in its documentation."""
     try:
         from laplace import Laplace
     except ImportError as error:
@@ -192,7 +192,7 @@ def _tune_peer(approximation: Any, steps: int = 100) -> None:
         optimizer.step()
 
 
-WITHOUT_US = (MAP, TEMPERATURE, ENSEMBLE, PEER)  # which do not change with the package
+WITHOUT_US = (MAP, TEMPERATURE, ENSEMBLE, PEER)  # their results do not depend on this package
 METHODS: dict[str, Callable[[Subject], Predictor]] = {
     MAP: plain,
     TEMPERATURE: temperature,

@@ -1,4 +1,4 @@
-"""The networks of the study, and an ordinary LightningModule for them without anything Bayesian."""
+"""The networks of the study, and an ordinary LightningModule for them; nothing in it is Bayesian."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cnn(
     norm: bool = False,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """Convolutions that each halve the image, then one hidden layer."""
+    """A CNN: convolutions that each halve the image, then one hidden layer."""
     layers: list[nn.Module] = []
     depth, size = shape[0], shape[1]
     for deeper in channels:
@@ -55,7 +55,7 @@ def cnn(
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm, and a skip connection."""
+    """A block of two convolutions with batch norm, and a skip connection."""
 
     def __init__(self, channels: int, deeper: int, stride: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Residual(nn.Module):
 
 
 def resnet(shape: Sequence[int], outputs: int, channels: Sequence[int]) -> nn.Module:
-    """A stem that halves the image, and one residual block per width."""
+    """A residual network: a stem that halves the image, and one residual block per width."""
     stem = [nn.Conv2d(shape[0], channels[0], 3, 2, padding=1, bias=False), nn.BatchNorm2d(channels[0]), nn.ReLU()]
     before = [channels[0], *channels]
     blocks = [Residual(c, d, 1 if i == 0 else 2) for i, (c, d) in enumerate(zip(before, channels, strict=False))]
@@ -79,7 +79,7 @@ def resnet(shape: Sequence[int], outputs: int, channels: Sequence[int]) -> nn.Mo
 
 
 def bag_of_words(shape: Sequence[int], outputs: int, words: int, width: int) -> nn.Module:
-    """The mean of the words' embeddings, without padding, and one hidden layer."""
+    """A text network: the mean of the words' embeddings, ignoring padding, and one hidden layer."""
     layers = [nn.EmbeddingBag(words, width, padding_idx=0), nn.Linear(width, width), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(width, outputs))
 

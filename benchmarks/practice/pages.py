@@ -104,7 +104,7 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def with_table(readme: str, rows: Sequence[Row]) -> str:
-    """Some columns and methods for the networks of CONFIRM."""
+    """A table of some columns and methods for the networks of CONFIRM."""
     shown = _classes(rows, "confirm").where(lambda row: row["family"] in README_COLUMNS)
     labels = {method: CLASSES[method] for method in IN_README}
     return with_text(readme, BEGIN, END, _means(shown, of_classes, "mean NLL / ECE / OOD-AUROC", labels))
@@ -129,7 +129,8 @@ def _shares(groups: Mapping[str, Comparison]) -> str:
 
 
 def _tails(groups: Mapping[str, Comparison]) -> str:
-    """For regressions, mean NLL, shares against MAP and coverage on standard splits, and mean NLL on gap splits."""
+    """For regressions: mean NLL, shares compared with MAP and coverage on standard splits, and mean NLL on gap
+    splits."""
     headers, lines = ["mean NLL / ≤ / < / coverage; gap NLL"], [[REGRESSION[method]] for method in IN_TAILS]
     for name, rows in groups.items():
         if not rows.rows:

@@ -74,7 +74,7 @@ def of_regression(rows: Comparison, method: str) -> str:
 
 
 def _with_spread(describe: Callable[[Comparison, str], str]) -> Callable[[Comparison, str], str]:
-    """Of the NLL, over seeds."""
+    """Add the standard deviation of the NLL over seeds."""
 
     def both(rows: Comparison, method: str) -> str:
         spread = rows.spread(method, "nll")
@@ -84,7 +84,7 @@ def _with_spread(describe: Callable[[Comparison, str], str]) -> Callable[[Compar
 
 
 def _rates(rows: Comparison) -> str:
-    """In pairs, on the networks that have both."""
+    """A table of paired comparisons, on the networks that have both methods."""
     headers = ["NLL against", "networks"]
     headers += [f"{rival}: better / within {CLOSE:g} / mean Δ" for rival in (MAP, TEMPERATURE)]
     lines = []
@@ -129,5 +129,5 @@ def _outdated(rows: Sequence[Row], code: str) -> list[str]:
 
 
 def short(value: float) -> str:
-    """.051, 1.374"""
+    """Three decimals without a leading zero, as in .051 and 1.374."""
     return f"{value:.3f}".replace("0.", ".", 1) if abs(value) < 1 else f"{value:.3f}"

@@ -48,7 +48,7 @@ def append(path: Path, setup: SetUp, method: str, numbers: dict[str, float], err
         path.parent.mkdir(parents=True, exist_ok=True)
         writer.writeheader()
     writer.writerow(row)
-    with path.open("a", encoding="utf-8") as sink:  # one write, so that processes do not mix their lines
+    with path.open("a", encoding="utf-8") as sink:  # a single write, so that lines of several processes do not mix
         sink.write(line.getvalue())
 
 
@@ -68,13 +68,13 @@ def read(path: Path) -> list[Row]:
 
 
 def done(rows: list[Row], setup: SetUp) -> set[str]:
-    """The finished methods: with numbers, or skipped. Failures run again."""
+    """The finished methods, which have numbers or were skipped. Failures run again."""
     rows = [row for row in rows if (row["setup"], row["key"]) == (setup.name, setup.key)]
     return {row["method"] for row in rows if not row["error"] or row["error"].startswith(SKIPPED)}
 
 
 @cache
 def code() -> str:
-    """Changes with any source file of the package."""
+    """A fingerprint of the package, which changes with any source file."""
     sources = sorted(Path(lightning_bayes.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:10]

@@ -27,7 +27,7 @@ class Classes:
 @dataclass(frozen=True)
 class Reals:
     mean: Tensor  # [N, 1]
-    variance: Tensor  # [N, 1], noise included
+    variance: Tensor  # [N, 1], including noise
     df: float = math.inf  # degrees of freedom of a Student-t
 
 
@@ -71,7 +71,7 @@ def score(predictor: Predictor, task: Task) -> dict[str, float]:
 
 
 def _of_regression(test: Reals, task: Task) -> dict[str, float]:
-    """In the units of the targets."""
+    """Convert predictions to the units of the targets."""
     y = task.test.y
     return {
         "nll": float(metrics.gaussian_nll(test.mean, test.variance, y, test.df)) + math.log(task.y_scale),

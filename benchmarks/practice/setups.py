@@ -1,9 +1,9 @@
 """The networks of the study and their training data.
 
 A training is a network, an optimizer and a stopping rule, as people choose them; a setup is a training on one split of
-one dataset with one seed. CHOOSE is for choosing rules, REPORT for judging them: no rule may be chosen by looking at
-REPORT. On the same data, the two share neither a split nor a network with the same optimizer. CONFIRM is for a rule
-that was nevertheless changed after looking at REPORT: the same networks, on new splits and with new seeds.
+one dataset with one seed. CHOOSE is for choosing rules and REPORT for judging them: no rule may be chosen by looking at
+REPORT. On the same data, the two share neither a split nor a network with the same optimizer. CONFIRM has REPORT's
+networks on new splits and with new seeds, for a rule that was nevertheless changed after looking at REPORT.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ BUNDLED_REGRESSION = ("diabetes", "friedman")
 
 @dataclass(frozen=True)
 class Training:
-    network: str  # of `networks.NETWORKS`
+    network: str  # a key of `networks.NETWORKS`
     optimizer: str = "adam"
     lr: float = 1e-3
     weight_decay: float = 0.0
     steps: int = 2000
     batch_size: int = 64
-    early_stopping: bool = False  # on the validation loss, and back to the best epoch
+    early_stopping: bool = False  # stop by the validation loss, and restore the best epoch
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class SetUp:
     group: str  # "choose", "report", "confirm" or "unknown"
     data: str
     training: Training
-    seed: int  # of the split and the training; for UCI regression the number of the split
+    seed: int  # seed of the split and the training; for UCI regression, the number of the split
     gap: bool = False
-    quick: bool = False  # also without FULL
-    members: int = 1  # more than one: an ensemble of these is trained too
-    known: tuple[int, ...] = ()  # classes of images in training, if not all
+    quick: bool = False  # whether it also runs without FULL
+    members: int = 1  # if more than one, an ensemble of these is trained, too
+    known: tuple[int, ...] = ()  # classes used in training, if not all
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ class SetUp:
 
     @property
     def family(self) -> str:
-        """The column of the table."""
+        """The setup's column in the table."""
         if self.kind == "regression":
             return "gap splits" if self.gap else "standard splits"
         if self.data == "digits" or self.data in IMAGES:
@@ -170,9 +170,9 @@ def _report() -> list[SetUp]:
 
 
 def _confirm() -> list[SetUp]:
-    """REPORT's networks, each trained again on a split and with a seed that nothing else uses."""
+    """REPORT's networks, each trained again on a split and with a seed that no other setup uses."""
     chosen = [replace(setup, group="confirm", members=1, quick=False) for setup in _report() if setup.seed == 0]
-    seeds = {True: 3, False: 15}  # of the splits of UCI's regressions, of which protein has no more
+    seeds = {True: 3, False: 15}  # split numbers for UCI regressions; protein has no more
     return [
         replace(setup, seed=seeds[setup.gap] if setup.data in UCI_REGRESSION else 50)
         for setup in chosen
@@ -192,7 +192,7 @@ UNKNOWN = tuple(  # classes held out of training are unknown; digits and docstri
     )
     for seed in range(200, 202)
 )
-PUBLIC = ("ResNet-20", "ResNet-56")  # trained by others on all of CIFAR-10
+PUBLIC = ("ResNet-20", "ResNet-56")  # public networks, trained on all of CIFAR-10
 FAST = SetUp("report", "sklearn_wine", Training("mlp50", "adam", 1e-2, steps=60), seed=0, quick=True, members=2)
 
 

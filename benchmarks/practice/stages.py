@@ -67,7 +67,7 @@ def run_methods(setup: SetUp, names: list[str], again: bool, folder: Path) -> No
 
 
 def _fail(folder: Path, setup: SetUp, what: str, error: Exception) -> None:
-    """Write a row without numbers, and print the traceback."""
+    """Write a row without numbers for a failure, and print the traceback."""
     results.append(results.file_of(folder), setup, what, {}, f"{type(error).__name__}: {error}")
     tqdm.write(f"{setup.name}, {what}: {''.join(traceback.format_exception(error))}", file=sys.stderr)
 

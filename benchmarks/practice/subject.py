@@ -18,7 +18,7 @@ from lightning_bayes.likelihoods import Likelihood
 
 
 class Counted(Dataset):
-    """Examples, and a count of how many were read."""
+    """A dataset that counts how many examples were read."""
 
     def __init__(self, part: Part) -> None:
         self.part, self.reads = part, 0
@@ -36,7 +36,7 @@ class Counted(Dataset):
 
 
 class Subject:
-    """Fits are cached, and each method that uses one is charged its full cost."""
+    """A trained network with cached fits. Each method that uses a fit is charged its full cost."""
 
     def __init__(self, trained: Trained) -> None:
         self.trained, self.setup, self.task = trained, trained.setup, trained.task
@@ -58,7 +58,7 @@ class Subject:
         self._charged, self._start = 0.0, time.perf_counter()
 
     def cost(self) -> dict[str, float]:
-        """Since `restart`: seconds, and passes over the data."""
+        """Seconds and passes over the data since `restart`."""
         seconds = time.perf_counter() - self._start + self._charged
         return {"seconds": seconds, "train_passes": self._train.passes, "val_passes": self._val.passes}
 
@@ -95,14 +95,14 @@ class Subject:
         return float((self.outputs(self.task.train.x) - self.task.train.y).square().mean().sqrt())
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer in its state at the end of training."""
+        """The optimizer with its state at the end of training."""
         made = self.trained.module.configure_optimizers()
         optimizer = made[0][0] if isinstance(made, tuple) else made
         optimizer.load_state_dict(self.trained.optimizer_state)
         return optimizer
 
     def mean_inverse_batch(self) -> float:
-        """The mean of 1/B over the training batches, the last of which is smaller."""
+        """The mean of 1/B over the training batches; the last batch is smaller."""
         N, B = len(self.task.train), self.setup.training.batch_size
         steps = math.ceil(N / B)
         return ((steps - 1) / B + 1 / (N - (steps - 1) * B)) / steps

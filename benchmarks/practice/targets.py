@@ -1,4 +1,4 @@
-"""The targets of the defaults on networks that no rule was chosen on, and whether they are met."""
+"""The targets of the defaults on networks that were not used to choose rules, and whether they are met."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.practice.methods import DEFAULT, L2M, MAP, MARGLIK, TEMPERATURE,
 from benchmarks.practice.results import Row
 
 GREY_IMAGES = ("MNIST", "FashionMNIST")
-PROBE = 0.05  # share of a pass: the few examples that a network is traced on
+PROBE = 0.05  # share of a pass that may be read to trace a network
 
 
 @dataclass(frozen=True)

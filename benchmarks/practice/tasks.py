@@ -1,7 +1,7 @@
-"""The data of a setup: training, validation and test examples, and unknown inputs where that makes sense.
+"""The data of a setup: training, validation and test examples, and unknown inputs if they make sense.
 
 Features are standardised by the training examples, and so are the targets of a regression (`y_scale` converts back).
-Large datasets contribute a random part, so that training takes seconds.
+Of large datasets, only a random part is used, so that training takes seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.practice.setups import BUNDLED_CLASSES, BUNDLED_REGRESSION, IMAG
 
 N_IMAGES, N_TRAIN, N_VALIDATION, N_TEST, N_OOD = 5000, 4500, 500, 1000, 500
 ELSEWHERE = {"MNIST": ("FashionMNIST", "KMNIST"), "FashionMNIST": ("MNIST", "KMNIST"), "CIFAR10": ("SVHN",)}
-KNOWN_DIGITS = 8  # 8 and 9 are the unknown ones
+KNOWN_DIGITS = 8  # 8 and 9 are unknown
 HELD_OUT = "held-out classes"
 LIBRARIES, OTHERS = ("numpy", "sklearn", "matplotlib", "networkx"), ("lightning", "torchmetrics")
 
@@ -39,10 +39,10 @@ class Task:
     train: Part
     val: Part
     test: Part
-    unknown: dict[str, Tensor]  # inputs by where they are from
+    unknown: dict[str, Tensor]  # inputs by their source
     n_outputs: int
-    y_scale: float  # targets of a regression are in these units
-    rows: dict[str, Tensor]  # of the data set, for each part
+    y_scale: float  # one unit of a regression's targets
+    rows: dict[str, Tensor]  # rows of the dataset in each part
 
     @property
     def ood(self) -> Tensor | None:
@@ -102,7 +102,7 @@ def _classes(setup: SetUp) -> Task:
 
 
 def _docstrings(setup: SetUp) -> Task:
-    """Docstrings as numbers of words, labelled by their library; unknown are those of other libraries."""
+    """Docstrings as numbers of words, labelled by library; docstrings of other libraries are unknown inputs."""
     from recipes.docstrings import START, VOCABULARY, WORDS, Docstrings, together
 
     generator, reader = torch.Generator().manual_seed(setup.seed), Docstrings()
@@ -129,7 +129,7 @@ def _images(setup: SetUp) -> Task:
     known = torch.tensor(setup.known or range(10))
 
     def rows_of(y: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of known and of other classes, in random order."""
+        """Split rows into known and other classes, in random order."""
         assert y is not None  # only SVHN comes without labels
         order = torch.randperm(len(y), generator=generator)
         is_known = torch.isin(y[order], known)

@@ -36,8 +36,8 @@ class Trained:
 
     setup: SetUp
     task: Task
-    module: Net  # trained, in eval mode
-    members: list[Net]  # of the ensemble, the module first
+    module: Net  # the trained module, in eval mode
+    members: list[Net]  # members of the ensemble, starting with the module
     optimizer_state: dict[str, Any]
     seconds: float
 
@@ -91,7 +91,7 @@ def _train_all(setup: SetUp, task: Task) -> dict[str, Any]:
 
 
 def _train(setup: SetUp, task: Task, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Weights and the optimizer's state, of the best epoch with early stopping, otherwise of the last."""
+    """The weights and the optimizer's state of the best epoch with early stopping, otherwise of the last epoch."""
     L.seed_everything(seed, verbose=False)
     module = make_module(setup, task)
     t = setup.training
@@ -121,7 +121,7 @@ def make_trainer(callbacks: list[Callback], **settings: Any) -> L.Trainer:
 
 
 def quiet() -> None:
-    """Silence notices, on devices, workers and small data, which would appear for every network."""
+    """Silence notices about devices, workers and small data, which would appear for every network."""
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", category=BayesWarning)

@@ -4,7 +4,7 @@ The networks are two public ResNets for CIFAR-10 (see `recipes.papers.glm.pretra
 which have seen only some classes. Known inputs are test images. Unknown ones are *far* (other datasets, noise, shuffled
 pixels), *near* (classes held out of training) or *changed* (test images at 30 % brightness).
 
-Each score depends on the last layer's inputs alone, so posteriors are fitted to them: the last layer is their network.
+Each score depends only on the last layer's inputs, so posteriors are fitted with the last layer as their network.
 The others are the energy (Liu et al. 2020), the distance to the 20th nearest training input (Sun et al. 2022), to the
 nearest class (Lee et al. 2018), and the virtual logit of ViM (Wang et al. 2022), whose dimension is not tuned here.
 The scores of all inputs are kept in a file for each network; tables and the picture follow from these files.
@@ -68,7 +68,7 @@ class LastLayer:
         self.precision = torch.linalg.pinv(torch.cov((train.x - self.classes[train.y]).T), hermitian=True)
         self.origin = -torch.linalg.pinv(self.head.weight.detach()) @ self.head.bias.detach()
         centred = train.x - self.origin
-        half = centred.shape[1] // 2  # the directions with the least variance
+        half = centred.shape[1] // 2  # directions of least variance
         self.residual = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, :half]
         self.scale = self.head(train.x).amax(1).mean().detach() / (centred @ self.residual).norm(dim=1).mean()
         fitted = fit_laplace(self.head, batches)
@@ -114,7 +114,7 @@ class LastLayer:
 
 
 def compare(case: SetUp | str, again: bool, folder: Path) -> None:
-    """Write the scores of a network's known and unknown inputs, unless they are there or the data are missing."""
+    """Write the scores of a network's known and unknown inputs, unless they exist or the data are missing."""
     path = file_of(folder, case)
     if path.exists() and not again:
         return
@@ -135,7 +135,7 @@ def file_of(folder: Path, case: SetUp | str) -> Path:
 
 
 def public(name: str) -> tuple[nn.Module, Task]:
-    """A public ResNet, parts of CIFAR-10, and unknown images in its format."""
+    """Load a public ResNet, parts of CIFAR-10, and unknown images in the same format."""
     from recipes.papers.glm import pretrained
 
     folder, generator = datasets.default_folder(), torch.Generator().manual_seed(0)
@@ -214,7 +214,7 @@ def measure(cases: Sequence[SetUp | str], folder: Path) -> Iterator[Row]:
 
 
 def keep(rows: Sequence[Row], folder: Path) -> None:
-    """Replace the kept rows of these networks, and everything that is generated from the rows."""
+    """Replace the kept rows of these networks, and all files generated from the rows."""
     networks = {row["network"] for row in rows}
     kept = [row for row in read_rows(ROOT / CSV) if row["network"] not in networks]
     write_rows(ROOT / CSV, [*kept, *rows])
@@ -277,7 +277,7 @@ def _alarms(rows: Sequence[Row]) -> str:
 
 
 def _by(rows: Sequence[Row], number: str, column: Callable[[Row], Any]) -> dict[str, dict[Any, float]]:
-    """Means over seeds, by score and column."""
+    """The means over seeds by score and column."""
     values: dict[str, dict[Any, list[float]]] = {}
     for row in rows:
         if row.get(number) is not None:

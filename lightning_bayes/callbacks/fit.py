@@ -1,4 +1,4 @@
-"""`fit`: the posterior of a module that is trained already, in one line.
+"""`fit`: fit a posterior to an already trained module, in one line.
 
 It is the posterior that `LaplaceCallback` would have fitted at the end of training: one exact pass over the training
 data, then prior and temperature chosen on the validation data, if there are any.
@@ -53,9 +53,9 @@ def fit(
 ) -> LaplacePosterior:
     """The Laplace posterior of a trained module, with prior and temperature chosen on its validation data.
 
-    The module and its data module do not change. A Trainer gets the `LaplaceCallback` that holds the posterior, so that
-    its `test`, `validate` and `predict` use it. If the Trainer has a `LaplaceCallback` and no options are given, that
-    callback is fitted; otherwise a new one replaces the callback of the same name.
+    The module and its data module do not change. A Trainer gets a `LaplaceCallback` with the posterior, so its `test`,
+    `validate` and `predict` use it. If the Trainer has a `LaplaceCallback` and no options are given, that callback is
+    fitted; otherwise a new one replaces the callback of the same name.
 
     Args:
         module: a LightningModule with its trained weights, a plain network, or a Trainer that has run with a module.
@@ -69,11 +69,11 @@ def fit(
     run: Any = trainer
     if _is_trainer(module):
         if trainer not in (None, module):
-            raise TypeError("two Trainers were given, the first argument and trainer=: pass the module and one Trainer")
+            raise TypeError("got two Trainers, as the first argument and as trainer=: pass the module and one Trainer")
         run, module = module, module.lightning_module
         if module is None:
             raise ModuleError(
-                "the Trainer has not run with a module yet: pass the module, fit(module, datamodule, trainer=trainer)"
+                "the Trainer has not run with a module yet: call fit(module, datamodule, trainer=trainer)"
             )
     _check(module, datamodule, run, options)
     arguments: dict[str, Any] = {"likelihood": likelihood, **options}
@@ -103,7 +103,7 @@ def fit(
 
 
 class _PlainNetwork(LightningModule):
-    """A plain network, whose batches are those that `fit_laplace` takes."""
+    """A plain network as a module; its batches are those that `fit_laplace` takes."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -111,12 +111,12 @@ class _PlainNetwork(LightningModule):
         self.train(network.training).to(inputs.device_of(network))
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return a pair; graphs stay whole, because their nodes have other targets in each stage."""
+        """Return a pair. Graphs are not split, because their nodes have different targets in each stage."""
         return batch if adapters.is_graph(batch) else inputs.split(self.net, batch)
 
 
 def _as_loader(batches: Any) -> Any:
-    """A list holds batches, as for `fit_laplace`; for a Trainer it would hold loaders."""
+    """A list contains batches, as for `fit_laplace`; a Trainer would expect loaders in it."""
     return DataLoader(batches, batch_size=None) if isinstance(batches, (list, tuple)) else batches  # type: ignore[arg-type]
 
 
@@ -129,11 +129,11 @@ def _check(module: Any, datamodule: Any, trainer: Any, options: dict[str, Any]) 
         if name not in ARGUMENTS:
             close = get_close_matches(name, ARGUMENTS, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"fit has no argument {name!r}: it takes those of LaplaceCallback{hint}")
+            raise TypeError(f"fit has no argument {name!r}: it takes the arguments of LaplaceCallback{hint}")
     if not isinstance(module, nn.Module):
-        hint = ": the data come second, fit(module, datamodule)" if isinstance(datamodule, nn.Module) else ""
+        hint = ": pass the module first, as in fit(module, datamodule)" if isinstance(datamodule, nn.Module) else ""
         if isinstance(module, (str, PathLike)):
-            hint = ": of a checkpoint, make it first, YourModule.load_from_checkpoint(path)"
+            hint = ": load a checkpoint with YourModule.load_from_checkpoint(path) first"
         raise TypeError(
             f"module must be a LightningModule, an nn.Module or a Trainer, got {format_value(module)}{hint}"
         )
@@ -144,10 +144,10 @@ def _check(module: Any, datamodule: Any, trainer: Any, options: dict[str, Any]) 
     if datamodule is not None and not is_datamodule(datamodule):
         check_loader(datamodule, "datamodule", "training batches")
         if options.get("data") is not None:
-            raise ValueError("data= takes the place of a loader of training batches: pass one of the two")
+            raise ValueError("data= replaces the loader of training batches: pass only one of them")
     if not hasattr(module, "transfer_batch_to_device"):
         if datamodule is None:
-            raise DataError("a plain network comes without data: pass the training batches, fit(network, loader)")
+            raise DataError("a plain network has no data: pass the training batches, as in fit(network, loader)")
         if trainer is not None:
             raise TypeError(f"trainer= needs a LightningModule, which {type(module).__name__} is not: leave it out")
     if trainer is None:
@@ -172,7 +172,7 @@ def _training_data(module: LightningModule, datamodule: Any, trainer: Any) -> An
         return trainer.train_dataloader
     if is_default_data_hook(module, "train_dataloader"):
         raise DataError(
-            f"there are no training data: pass a data module or a DataLoader, fit(module, datamodule), or give "
+            f"there are no training data: call fit(module, datamodule) with a data module or a DataLoader, or give "
             f"{type(module).__name__} a train_dataloader"
         )
     return module

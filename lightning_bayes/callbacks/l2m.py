@@ -57,7 +57,7 @@ _UNREADABLE = {"FSDPStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy"}
 
 
 class L2MCallback(PosteriorCallback):
-    """A diagonal Laplace posterior from the optimizer's second moment, and its predictions in `test` and `predict`.
+    """Compute a diagonal Laplace posterior from the optimizer's second moment, and use it in `test` and `predict`.
 
     Args:
         likelihood: "classification", "binary" or "regression", or a `Likelihood`.
@@ -74,12 +74,12 @@ class L2MCallback(PosteriorCallback):
         tune: how to choose the prior at the end: "auto" (on the first validation dataloader; without one the weight
             decay stays), "marglik" or "mackay", which make one forward pass over the training data for their
             likelihood, "grid" (on the first validation dataloader), `Tuning(method, groups, …)`, or None.
-        name: suffix of the logged numbers, and key among several callbacks.
+        name: suffix of the logged numbers; each callback of a Trainer needs a different name.
         use: network, predictive, calibrate, ood, plots, save, predict_step, seed and progress; see `PosteriorCallback`.
     """
 
     only_weights = (
-        "an optimizer's second moment belongs to the last weights alone, so test those, or use LaplaceCallback for the "
+        "the optimizer's second moment belongs to the last weights only: test those, or use LaplaceCallback for the "
         "best"
     )
 
@@ -118,10 +118,10 @@ class L2MCallback(PosteriorCallback):
     def fit_now(self, trainer: Trainer, module: LightningModule) -> LaplacePosterior:
         """Read the optimizers of a running or finished `fit`, with the module's current weights as the mean."""
         self._module = module
-        self._count_step(trainer, module)  # another callback may call this before this one's hook runs
+        self._count_step(trainer, module)  # another callback may call `fit_now` before this callback's hook runs
         if self._counts and not self._batches.steps:
             raise RuntimeError(
-                f"L2MCallback {self.name!r} has seen no step of an optimizer: make it one of the callbacks of the "
+                f"L2MCallback {self.name!r} has seen no optimizer step: add it to the callbacks of the "
                 "Trainer that trains, or call fit_l2m with n_data= and batch_size="
             )
         reshard(module)
@@ -153,7 +153,7 @@ class L2MCallback(PosteriorCallback):
         return posterior
 
     def _needs_evidence(self, trainer: Trainer) -> bool:
-        """Whether the evidence tunes the prior, which it does not do in a development run."""
+        """Whether the evidence tunes the prior; always False in a development run."""
         return self.tune is not None and self.tune.by_evidence and not is_dev_run(trainer)
 
     # -- before training ---------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class L2MCallback(PosteriorCallback):
             default_loss_scale(self.likelihood, 1)
         if trainer.gradient_clip_val:
             warn(
-                f"gradients are clipped at {trainer.gradient_clip_val:g}: where that happens, the optimizer's second "
+                f"gradients are clipped at {trainer.gradient_clip_val:g}: in clipped steps, the optimizer's second "
                 "moment, and with it L2M's precision, is too small"
             )
 
@@ -191,7 +191,7 @@ class L2MCallback(PosteriorCallback):
             self._batches = EffectiveBatchSize(self.n_data or 0, global_step=trainer.global_step)
         self._resumed = False
         self._decay = longest_memory(trainer.optimizers, trainable(self.network_in(pl_module)))
-        self._count_step(trainer, pl_module)  # for a checkpoint written before this callback's hook
+        self._count_step(trainer, pl_module)  # the checkpoint may have been written before this callback's hook
         if self._method == "grid":
             data.check_validation(trainer)
         if not self._counts and not self._needs_evidence(trainer):
@@ -244,7 +244,7 @@ class L2MCallback(PosteriorCallback):
         return self._counts and self.loss_scale is None
 
     def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
-        """The second moment contains the scale of the loss, squared, so it must be known; not in the paper's form."""
+        """Learn the scale of the loss, whose square the second moment contains; the paper's form ignores it."""
         if not self._counts:
             return
         super().judge_loss(fit, outputs)
@@ -275,21 +275,21 @@ class L2MCallback(PosteriorCallback):
 
 @dataclass
 class EffectiveBatchSize:
-    """Plain numbers, for a checkpoint."""
+    """Counts the batches and examples of each step, in plain numbers that a checkpoint can store."""
 
     n_data: int = 0  # N, the examples that batches are drawn from
     n_targets: int = 0  # targets of one example; a mean loss averages over them too
-    loss_scale: float = 0.0  # of the first batch's loss; 0 for the default
+    loss_scale: float = 0.0  # the scale of the first batch's loss; 0 for the default
     global_step: int = 0
     waiting: int = 0  # batches since the last step
     waiting_inverse: float = 0.0  # Σ 1/b over the waiting batches
-    steps: float = 0.0  # these and the next with the weights of the optimizer's own average
-    squares: float = 0.0  # of Σ wᵢ²
-    sums: float = 0.0  # of (Σ wᵢ)²
+    steps: float = 0.0  # number of steps; this sum and the next two decay like the optimizer's average
+    squares: float = 0.0  # the sum of Σ wᵢ² over steps
+    sums: float = 0.0  # the sum of (Σ wᵢ)² over steps
 
     @property
     def size(self) -> float:
-        """`B`; the harmonic mean if each step has used one batch."""
+        """`B`, which is the harmonic mean if each step used one batch."""
         if not self.steps:
             return 1.0
         squares, sums = self.squares / self.steps, self.sums / self.steps
@@ -300,8 +300,8 @@ class EffectiveBatchSize:
         self.waiting, self.waiting_inverse = self.waiting + 1, self.waiting_inverse + 1 / examples
 
     def count_step(self, global_step: int, parts: int | None, decay: float) -> None:
-        """If there was a step, it used the sum of the waiting batches' means divided by `parts` (default: their
-        number). `decay` is that of the optimizer's average."""
+        """Count a step if the optimizer has made one. It used the sum of the waiting batches' means divided by `parts`
+        (default: their number); `decay` is that of the optimizer's average."""
         if global_step == self.global_step or not self.waiting:
             return
         parts = parts or self.waiting

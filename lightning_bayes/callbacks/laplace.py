@@ -81,7 +81,7 @@ DRY_RUN_LIMITS = {"full": 1024, "kron": 1_000_000, "ekfac": 1_000_000}
 
 
 class LaplaceCallback(PosteriorCallback):
-    """A Laplace posterior at the end of training, and its predictions in `test` and `predict`.
+    """Fit a Laplace posterior at the end of training, and use it in `test` and `predict`.
 
     Training itself does not change. Under `ModelParallelStrategy`, which shards the weights over processes, it supports
     `subset="last_layer"`, and `structure="diag"` with `curvature="fisher_mc"` or "empirical_fisher".
@@ -107,12 +107,12 @@ class LaplaceCallback(PosteriorCallback):
         data: the data of the pass, if not the training data (for example the same examples without augmentation): a
             DataLoader, the name of a method or attribute of the data module or module, or
             `FitData(loader, max_batches)`.
-        name: suffix of the logged numbers, and key among several callbacks.
+        name: suffix of the logged numbers; each callback of a Trainer needs a different name.
         use: network, predictive, calibrate, ood, plots, save, predict_step, seed and progress; see `PosteriorCallback`.
     """
 
     keeps_points: ClassVar[bool] = True
-    fits_shards: ClassVar[bool] = True  # with some settings
+    fits_shards: ClassVar[bool] = True  # only with some settings
 
     def __init__(
         self,
@@ -138,10 +138,10 @@ class LaplaceCallback(PosteriorCallback):
         self.weights = word("weights", weights, get_args(WeightsWord))
         self._data = FitLoader(data)
         check_passes(self.structure, self._data.source)
-        self._probe: LastLayerProbe | None = None  # of a sharded network
+        self._probe: LastLayerProbe | None = None  # checks the last layer of a sharded network
         self._n_data: int | None = None  # training examples, if they can be counted
         self._by_evidence = False  # whether the evidence has chosen the prior of the last fit
-        self._best_path: str | None = None  # the checkpoint of the posterior's weights, if others are in memory
+        self._best_path: str | None = None  # the checkpoint with the posterior's weights, if the module has others
 
     @property
     def structure(self) -> StructureOption:
@@ -251,13 +251,13 @@ class LaplaceCallback(PosteriorCallback):
         if self._best_path is None:
             path = os.path.basename(str(self._checkpoint))
             return (
-                f"{type(self).__name__} {self.name!r} has no posterior yet, and {path} holds none: load its weights "
+                f"{type(self).__name__} {self.name!r} has no posterior yet, and {path} contains none: load its weights "
                 "into the module, then call the callback's fit_now(trainer, module, datamodule), or "
                 "lightning_bayes.fit(module, datamodule, trainer=trainer)"
             )
         return (
-            f"{type(self).__name__} {self.name!r} has fitted the best weights (weights='best'), and others are in "
-            f"memory: use ckpt_path='best' or load {self._best_path}, or fit with weights='both'"
+            f"{type(self).__name__} {self.name!r} fitted the best weights (weights='best'), but the module has "
+            f"others: use ckpt_path='best' or load {self._best_path}, or fit with weights='both'"
         )
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -269,10 +269,10 @@ class LaplaceCallback(PosteriorCallback):
             self._data.epoch = Epoch()  # a checkpoint is loaded after this
 
     def _check_module(self, module: LightningModule) -> None:
-        # Around the means, a Laplace posterior of explicitly named weights is useful as a comparison.
+        # A Laplace posterior of explicitly named weights around the means is a useful comparison.
         if self.network.name is None and (self.subset in ("all", "auto") or isinstance(self.subset, Subnetwork)):
-            around = "for a Laplace posterior around the means name its network= or its subset= of weights"
-            refuse_variational(module, "LaplaceCallback would take its log σ for weights", around)
+            around = "pass network= or a subset= of weights for a Laplace posterior around the means"
+            refuse_variational(module, "LaplaceCallback would treat its log σ as weights", around)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
@@ -310,7 +310,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def try_fit(self, network: nn.Module, x: Any, y: Tensor) -> None:
         arguments = self._fit_kwargs()
-        if isinstance(self.subset, Subnetwork):  # which weights does not matter here
+        if isinstance(self.subset, Subnetwork):  # the trial fit may use any weights
             trial = replace(self.subset, by="random")
             chosen = trial.in_network(network, (), self.options.prior_precision, torch.Tensor)
             arguments["subset"], arguments["prior_precision"] = chosen
@@ -321,7 +321,7 @@ class LaplaceCallback(PosteriorCallback):
             passes = estimate_cost(network, x, everything).predict
             given_up = weights.size < everything.size
             instead = (
-                "the last layer is taken, set subset='all' for them" if given_up else "subset='last_layer' takes one"
+                "it uses the last layer, unless you set subset='all'" if given_up else "subset='last_layer' takes one"
             )
             inform(
                 f"{self.name}: over all {everything.size} weights, a prediction would take about {passes:.0f} forward "
@@ -332,10 +332,10 @@ class LaplaceCallback(PosteriorCallback):
         likelihood, seed = arguments.pop("likelihood"), arguments.pop("seed")
         options = LaplaceOptions.of(**arguments, prior=None)
         trial_run = fit_posterior(network, [(x, y)], likelihood, options, seed=seed, dry_run=True)
-        n_outputs = trial_run.curvature.n_outputs // trial_run.n_data  # of an example
+        n_outputs = trial_run.curvature.n_outputs // trial_run.n_data  # of one example
         if isinstance(self.structure, LowRank):
             check_memory("lowrank", n_vectors(weights.size, self.structure.rank, n_outputs), weights.size, first)
-        elif self.structure.kind == "full":  # a row for each output of the data, or a matrix and its Cholesky factor
+        elif self.structure.kind == "full":  # one row per output of the data, or a matrix and its Cholesky factor
             rows = 3 * self._n_data * n_outputs if self._n_data is not None else math.inf
             check_memory("full", int(min(rows, 2 * weights.size)), weights.size, first)
 
@@ -356,7 +356,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def _fit_weights(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
         """Fit the weights in memory and in checkpoints that `weights` selects."""
-        sharded = is_sharded(self.network_in(module))  # no single-file checkpoint holds its shards
+        sharded = is_sharded(self.network_in(module))  # a single-file checkpoint cannot store shards
         checkpoints = [] if is_dev_run(trainer) or sharded else self._list_checkpoints(trainer)
         best = next((checkpoint for checkpoint in checkpoints if checkpoint.role == "best"), None)
         elsewhere = self.weights == "best" and best is not None and not best.in_memory

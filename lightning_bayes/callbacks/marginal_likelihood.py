@@ -80,10 +80,10 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         use: network, predictive, calibrate, ood, plots, save, predict_step, seed and progress; see `PosteriorCallback`.
     """
 
-    why_one = "a network has one prior"
+    why_one = "a network can have only one prior"
     priority = 1  # after weight averaging, and before posteriors of the final weights
     keeps_points: ClassVar[bool] = False
-    fits_shards: ClassVar[bool] = False  # the prior changes gradients of weights that each process holds
+    fits_shards: ClassVar[bool] = False  # each process needs the whole weights for the prior's gradient
 
     def __init__(
         self,
@@ -107,15 +107,15 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         )  # fmt: skip
         if isinstance(subset, Subnetwork):
             raise ValueError(
-                f"subset must name whole layers or parameters, to have a prior in training, got {format_value(subset)}"
+                f"subset must name whole layers or parameters, to get a prior in training, got {format_value(subset)}"
             )
         if self.structure.is_truncated:
             raise ValueError(
-                "structure='lowrank' leaves curvature out, so its evidence is too high to learn a prior from: use "
+                "structure='lowrank' omits curvature, so its evidence is too high to learn a prior from: use "
                 "'kron', 'ekfac', 'diag' or 'full'"
             )
         if self.options.prior.posterior is not None:
-            raise ValueError("prior= is a posterior, whose strength cannot be learned by layer: use Prior(mean=…)")
+            raise ValueError("prior= is a posterior, and its strength cannot be learned per layer: use Prior(mean=…)")
         self.learning = learning_option(evidence)
         self.every_n_epochs = count("every_n_epochs", every_n_epochs)
         self.burn_in_epochs = count("burn_in_epochs", burn_in_epochs, least=0)
@@ -125,8 +125,8 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         """Reset the state of one training run."""
         self._hyperparameters = Hyperparameters()
         self._best: BestEvidence | None = None
-        self._numbers: dict[str, float] = {}  # logged numbers of the last pass
-        self._refitted = 0  # epochs of training at that pass
+        self._numbers: dict[str, float] = {}  # the numbers that the last pass logged
+        self._refitted = 0  # the number of epochs trained before that pass
         self._resumed = False
         scale = LossScale(self.name, self.likelihood, self.learning.loss_scale)
         prior = self.options.prior_precision, self._prior
@@ -156,7 +156,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             self._hyperparameters = own
 
     def _catch_up(self, trainer: Trainer, module: LightningModule) -> None:
-        """Run the refit of an epoch whose last checkpoint was written before it."""
+        """Run a refit that was due when the resumed checkpoint was written, but had not run yet."""
         if self._resumed:
             self._learn(trainer, module, trainer.current_epoch)
 
@@ -164,7 +164,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         """Refit if one is due after this many epochs; return whether it was."""
         after = epochs - self.burn_in_epochs
         due = (after >= 0 and after % self.every_n_epochs == 0) or is_dev_run(trainer)
-        if not due or self._refitted >= epochs:  # a resumed run may come here twice
+        if not due or self._refitted >= epochs:  # a resumed run may call this twice
             return False
         self._refit(trainer, module, tune=True)
         self._refitted = epochs
@@ -182,7 +182,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         if tune:
             posterior = self._climb(trainer, posterior)
         numbers = describe(posterior, by_evidence=True)
-        evidence = numbers["log_evidence"]  # at the current weights, which the network predicts with
+        evidence = numbers["log_evidence"]  # at the current weights, which make the predictions
         if self.learning.method == "linear":
             numbers["linear_evidence"] = float(posterior.log_marginal_likelihood(at="optimum"))
         if self.learning.method == "mackay" and "noise_std" in numbers:
@@ -195,10 +195,10 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             self._best = BestEvidence(evidence, self._hyperparameters, posterior.subset.names, weights)
 
     def _forget_other_best(self, parameters: tuple[str, ...]) -> None:
-        """The evidence of another subset, as before layers were unfrozen, belongs to another model."""
+        """Forget the best evidence if other parameters train now, because it belongs to another model."""
         if self._best is not None and self._best.parameters != parameters:
             self._best = None
-            inform(f"{self.name}: other weights train now, so the search for the best evidence starts again")
+            inform(f"{self.name}: the trainable weights have changed, so the search for the best evidence starts again")
 
     def _climb(self, trainer: Trainer, posterior: LaplacePosterior) -> LaplacePosterior:
         learning = self.learning
@@ -209,7 +209,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             at = "optimum" if learning.method == "linear" else "weights"
             tuned = ascend(posterior, learning.steps, learning.lr, at, learning.noise)
         δ, before = tuned.prior_precision.reshape(-1).tolist(), self._hyperparameters
-        δ, ρ = trainer.strategy.broadcast((δ, _noise_of(tuned) / _noise_of(posterior)))  # the same to the last bit
+        δ, ρ = trainer.strategy.broadcast((δ, _noise_of(tuned) / _noise_of(posterior)))  # bitwise equal
         learned = dict(zip(posterior.subset.layers, δ, strict=True))
         self._hyperparameters = Hyperparameters({**before.prior_precision, **learned}, before.noise * ρ)
         return tuned
@@ -284,7 +284,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             self._hyperparameters = self._best.hyperparameters
         if not only_missing and not self._refitted:
             warn(
-                f"{self.name}: training has ended before the prior was learned: lower burn_in_epochs="
+                f"{self.name}: training ended before the prior was learned: lower burn_in_epochs="
                 f"{self.burn_in_epochs} or every_n_epochs={self.every_n_epochs}"
             )
         super()._finish(trainer, module, only_missing)
@@ -362,14 +362,14 @@ def check_length(trainer: Trainer, burn_in_epochs: int, every_n_epochs: int) -> 
 
 
 def _monitors(callback: Any, name: str) -> bool:
-    """Whether it reads a number logged under `name`."""
+    """Whether the callback monitors a number logged under `name`."""
     monitor = getattr(callback, "monitor", None)
     return isinstance(monitor, str) and monitor.startswith(_LOGGED) and monitor.endswith(f"_{name}")
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    prior_precision: dict[str, float] = field(default_factory=dict)  # δ_l, by the layer's name
+    prior_precision: dict[str, float] = field(default_factory=dict)  # δ_l by the layer's name
     noise: float = 1.0  # σ/σ₀, relative to the given likelihood
 
 
@@ -394,7 +394,7 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 class PriorGradient:
-    """Adds the gradient of the prior to those of the chosen parameters, before each optimizer step."""
+    """Adds the prior's gradient to the gradients of the chosen parameters before each optimizer step."""
 
     def __init__(
         self,
@@ -407,14 +407,14 @@ class PriorGradient:
     ) -> None:
         self._name, self._network_in, self._of = name, network_in, subset
         self._given, self._prior, self.scale = prior_precision, prior, scale
-        self._means: dict[str, Tensor] = {}  # m of each parameter
-        self.subset: Subset | None = None  # from an epoch's first batch on
-        self._x: Any = None  # of that batch
+        self._means: dict[str, Tensor] = {}  # the prior mean m of each parameter
+        self.subset: Subset | None = None  # known after the first batch of an epoch
+        self._x: Any = None  # the inputs of that batch
         self._n_targets = 1
-        self._of_layers: dict[str, float] = {}  # the given prior precision
+        self._of_layers: dict[str, float] = {}  # the given prior precision by layer
         self.n_data = 0  # N
         self._said_n_data = False
-        self.batches = 0  # accumulated since the last step
+        self.batches = 0  # the number accumulated since the last step
 
     def choose(self, trainer: Trainer, module: LightningModule, x: Any = None) -> Subset | None:
         """The parameters that get a prior; None before lazy layers have parameters."""
@@ -454,16 +454,16 @@ class PriorGradient:
         add_prior_gradient(optimizer, parameters, strengths, scale_before_step(trainer, optimizer), self._means)
 
     def compare_n_data(self, trainer: Trainer, n_data: int) -> None:
-        """Warn if a pass, whose evidence learns the prior, has another number of examples."""
+        """Warn if the pass that learns the prior has a different number of examples than training."""
         if self.n_data and self.n_data != n_data and not self._said_n_data and not is_dev_run(trainer):
             self._said_n_data = True
             warn(
-                f"{self._name}: the evidence is that of {n_data} examples, but in training the prior counts as for "
+                f"{self._name}: the evidence uses {n_data} examples, but the prior in training assumes "
                 f"{self.n_data}: make n_data= and data= agree"
             )
 
     def _priors(self, subset: Subset, learned: Hyperparameters) -> dict[str, float]:
-        """`δ` of each parameter: the learned one, or before that the given one."""
+        """`δ` of each parameter: the learned value, or the given value before any is learned."""
         if self._of_layers.keys() != set(subset.layers):  # numbers, because reading a tensor forces a device sync
             given = as_precision(self._given, subset, torch.empty((), dtype=torch.float64, device="cpu"))
             self._of_layers = dict(zip(subset.layers, given.expand(len(subset.layers)).tolist(), strict=True))
@@ -472,15 +472,15 @@ class PriorGradient:
 
 
 class LossScale:
-    """`c`, measured on the first batch; the same on all processes and after a restart."""
+    """The scale `c`, measured on the first batch; it is the same on all processes and after a restart."""
 
     def __init__(self, name: str, likelihood: Likelihood, given: float | None) -> None:
         self._name, self._likelihood, self._given = name, likelihood, given
-        self.measured: float | None = None  # on this process
-        self.agreed: float | None = None  # by all of them
+        self.measured: float | None = None  # measured on this process
+        self.agreed: float | None = None  # the mean over all processes
 
     def agree(self, n_targets: int, module: LightningModule) -> float:
-        """The mean over the processes that have measured it; collective in the first call."""
+        """The mean over the processes that measured it. All processes must make the first call."""
         if self.agreed is None:
             numbers = [self.measured or 0.0, float(self.measured is not None)]
             known = torch.tensor(numbers, dtype=torch.float64, device=float64_device(module.device))
@@ -501,8 +501,8 @@ class LossScale:
             c = default_loss_scale(self._likelihood, n_targets)
             tell = inform if automatic else warn  # in manual optimization no loss is compared
             tell(
-                f"{self._name}: the loss could not be compared with the likelihood: it is assumed to be {c:.4g} times "
-                "its mean negative logarithm; set loss_scale= if it is not"
+                f"{self._name}: the loss could not be compared with the likelihood: it is taken to be {c:.4g} times "
+                "the mean negative log-likelihood; set loss_scale= if it is not"
             )
         usual = {scale / over for scale in self._likelihood.loss_scales for over in (1, n_targets)}
         return next((scale for scale in usual if math.isclose(c, scale, rel_tol=SAME_SCALE)), c)
@@ -517,8 +517,8 @@ def check_optimizers(optimizers: Iterable[Any], parameters: Parameters, name: st
             decayed = [names[p] for p in group["params"] if p in names]
             if decayed and group.get("weight_decay", 0):
                 raise ValueError(
-                    f"{kind} has weight_decay={group['weight_decay']:g} for {format_names(decayed)}, but {name} is "
-                    "their prior and learns its strength: configure the optimizer with weight_decay=0 (AdamW's default "
+                    f"{kind} has weight_decay={group['weight_decay']:g} for {format_names(decayed)}, but {name} "
+                    "already learns their prior: configure the optimizer with weight_decay=0 (AdamW's default "
                     "is 0.01)"
                 )
             if group.get("line_search_fn") is not None:
@@ -536,7 +536,7 @@ def add_prior_gradient(
     scale: float = 1.0,
     means: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Add `strength · (θ − m)` to the gradients that the optimizer is about to use, which are multiplied by `scale`.
+    """Add `strength · (θ − m)` to the optimizer's next gradients, which are multiplied by `scale`.
 
     A parameter without a gradient is skipped, as in torch's weight decay. For `SGD` the strength is at most `1/lr`, at
     which one step of gradient descent takes the weights to `m`: a larger one would overshoot.

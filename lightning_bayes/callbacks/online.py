@@ -14,9 +14,9 @@ One sample is copied into the parameters and stays until the backward pass is ov
 reads weights. Several samples run through functional calls, and the mean gets the average of their gradients; the
 statistics of batch norms are updated once, by the first sample.
 
-A batch counts if its gradient does: its curvature is measured in its training step, kept after its backward pass, and
-added after the optimizer's step. Batches of an unfinished accumulation are not part of the state, because Lightning's
-checkpoints store no gradients.
+A batch counts only if its gradient does: its curvature is measured in its training step, kept after its backward pass,
+and added after the optimizer's step. Batches of an unfinished accumulation are not part of the state, because
+Lightning's checkpoints store no gradients.
 
 A checkpoint stores `C`, the number of samples drawn, which determines the noise of the next one, and the posterior of
 its weights. A resumed run equals an uninterrupted one if the data come in the same order, except in the middle of an
@@ -77,12 +77,12 @@ class OnlineLaplaceCallback(PosteriorCallback):
         n_data: examples in the training data; None counts them.
 
         predictive: "bnn", "glm" or "map", or an option such as `BNN(samples=30)`.
-        name: suffix of the logged numbers, and key among several callbacks.
+        name: suffix of the logged numbers; each callback of a Trainer needs a different name.
         use: network, calibrate, ood, plots, save, predict_step, seed and progress; see `PosteriorCallback`.
     """
 
     trains_at_its_weights = False
-    why_one = "a network trains at samples of one posterior"
+    why_one = "training can draw samples from only one posterior"
 
     def __init__(
         self,
@@ -109,10 +109,10 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self.same_sample = flag("same_sample", same_sample)
         self.n_data = None if n_data is None else count("n_data", n_data)
         self._memory: CurvatureMemory | None = None
-        self._remembered: dict[str, Any] | None = None  # from a checkpoint, until training starts
-        self._sampled: SampledNetwork | None = None  # from the first batch
+        self._remembered: dict[str, Any] | None = None  # the memory from a checkpoint, until training starts
+        self._sampled: SampledNetwork | None = None  # created at the first batch
         self._step: SampledStep | None = None
-        self._trainer: Trainer | None = None  # while training
+        self._trainer: Trainer | None = None  # set while training
         self._n_data = 0
 
     # -- the posterior -----------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
             self._step.put_back()
 
     def _end_step(self) -> None:
-        """Called by the first that needs it after a step: a checkpoint may be written before this callback's hook."""
+        """Update the memory once after a step. A checkpoint may be written before this callback's hook runs."""
         if self._memory is not None and self._trainer is not None:
             self._memory.end_step(self._trainer.global_step, Processes.current())
 
@@ -239,7 +239,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _put_into(self, trainer: Trainer, checkpoints: list[CheckpointInfo]) -> None:
-        # Checkpoints that were written in training store the posterior of their weights, without calibrations.
+        # Checkpoints that were written during training already store a posterior, without calibrations.
         super()._put_into(trainer, [checkpoint for checkpoint in checkpoints if not checkpoint.has_posterior])
         for checkpoint in checkpoints if self.posterior.calibrations else ():
             if checkpoint.has_posterior and checkpoint.in_memory:
@@ -250,7 +250,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
             return {**super().state_dict(), "memory": self._remembered}
         self._end_step()
         state = super().state_dict()
-        if self._trainer is not None and self._module is not None:  # in training, the posterior of the current weights
+        if self._trainer is not None and self._module is not None:  # during training: the current weights
             state["posterior"] = self._memory.posterior(self.network_in(self._module), self.likelihood).state_dict()
         return {**state, "memory": self._memory.state()}
 
@@ -259,7 +259,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self._memory, self._remembered = None, state_dict["memory"]
 
 
-Moves = dict[str, Tensor]  # by the parameter's name in the module
+Moves = dict[str, Tensor]  # changes of the weights, by the parameter's name in the module
 
 
 class SampledStep(ReplacedMethod):
@@ -331,7 +331,7 @@ class SampledStep(ReplacedMethod):
     def _at_several(self, drawn: list[Moves], batch: Any, *args: Any, **kwargs: Any) -> Any:
         step = _Step(self._module, self.original)
         losses, returned = [], None
-        # A checkpointed layer would run again after the functional call, at other weights.
+        # A checkpointed layer would run again after the functional call, with other weights.
         recomputed = RuntimeError(
             "activation checkpointing recomputes a layer in the backward pass, when the weights of a functional call "
             "are gone: use train_samples=1"
@@ -363,7 +363,7 @@ class _Step(nn.Module):
 class SampledNetwork:
     """Measures the curvature of batches and draws samples of the network's weights, which depend on `seed` and `rank`.
 
-    It is made from the first batch, on which the network is traced, so that errors come before the weights change.
+    It is created at the first batch, on which it traces the network: errors are raised before the weights change.
     """
 
     def __init__(
@@ -372,7 +372,7 @@ class SampledNetwork:
         names, subset = memory.subset.names, diagonal.subset
         if names != subset.names:
             raise CurvatureError(
-                f"the checkpoint holds the curvature of {', '.join(names)}, but the weights to sample are "
+                f"the checkpoint has the curvature of {', '.join(names)}, but the weights to sample are "
                 f"{', '.join(subset.names)}: resume with the subset= (and frozen layers) of the first run"
             )
         self.diagonal, self.memory, self._module, self._seed, self._rank = diagonal, memory, module, seed, rank
@@ -385,7 +385,7 @@ class SampledNetwork:
         self.memory.measure(self.diagonal(x, y), inputs.batch_size(x))
 
     def draw(self, number: int) -> Moves:
-        """The move from the mean to one sample of the batch."""
+        """The change of the weights from the mean to one sample of the batch."""
         shapes = self.memory.subset.shapes
         move = self.memory.draw(self.memory.draws - number, self._seed, self._rank)
         parts = move.split([shape.numel() for shape in shapes])
@@ -408,7 +408,7 @@ class MemoryRule:
 
     memory_factor: float = 1e-4  # α
     prior_precision: float = 1.0  # δ
-    max_std: float | None = None  # of a drawn weight
+    max_std: float | None = None  # the limit for a drawn weight's standard deviation
     memory: Memory = field(default_factory=Memory)
 
     def __post_init__(self) -> None:
@@ -443,9 +443,9 @@ class CurvatureMemory:
     draws: int = 0  # samples so far; their number determines the noise, also after a restart
     _measured: Tensor | None = None  # Σ diag(JᵀΛJ) of this batch, which may still be skipped
     _examples_measured: int = 0
-    _waiting: Tensor | None = None  # the sum since the last step
+    _waiting: Tensor | None = None  # Σ diag(JᵀΛJ) since the last step
     _examples: int = 0
-    _steps: int = 0  # in this process
+    _steps: int = 0  # steps of this process
     _is_finite: Tensor | None = None
 
     def measure(self, diagonal: Tensor, examples: int) -> None:
@@ -455,7 +455,7 @@ class CurvatureMemory:
         self._examples_measured += examples
 
     def forget(self) -> None:
-        """Drop a measurement that was not kept, as of a skipped batch."""
+        """Drop a measurement that was not kept, for example because the batch was skipped."""
         self._measured, self._examples_measured = None, 0
 
     def keep(self) -> None:
@@ -464,7 +464,7 @@ class CurvatureMemory:
             return
         is_finite = self._measured.amax().isfinite()  # NaN propagates, and no entry is negative
         self._is_finite = is_finite if self._is_finite is None else self._is_finite & is_finite
-        if self._steps % EVERY == 0:  # before the optimizer's step
+        if self._steps % EVERY == 0:  # raises before the optimizer's step
             self.check()
         self._waiting = self._measured if self._waiting is None else self._waiting + self._measured
         self._examples += self._examples_measured
@@ -480,7 +480,7 @@ class CurvatureMemory:
         dtype = torch.promote_types(self.C.dtype, torch.float32)
         b = torch.tensor(float(self._examples), dtype=dtype, device=self.C.device)
         processes.sum_([self._waiting, b])
-        # In the memory of the sum, so that references to the old C stay valid.
+        # Write into the memory of the sum, so that references to the old C stay valid.
         updated = self.rule.update(self.C, self._waiting, self.n_data, b, out=self._waiting)
         self.C = torch.where(updated.amax().isfinite(), updated, self.C, out=updated)
         self._waiting, self._examples = None, 0
@@ -497,7 +497,7 @@ class CurvatureMemory:
         self.raise_pending()
 
     def draw(self, number: int, seed: int, rank: int) -> Tensor:
-        """The move to the sample with this number.  # [P]"""
+        """The change from the mean to the sample with this number.  # [P]"""
         noise = numbered_noise(self.C, seed, number, rank)
         size = PIECE if noise.device.type == "cpu" else noise.numel()
         for C, part in zip(self.C.split(size), noise.split(size), strict=True):
@@ -527,7 +527,7 @@ class CurvatureMemory:
 
 
 def numbered_noise(like: Tensor, seed: int, number: int, rank: int) -> Tensor:
-    """Standard normal numbers that depend on `seed`, `number` and `rank` alone.  # [P]"""
+    """Standard normal numbers that depend only on `seed`, `number` and `rank`.  # [P]"""
     # Torch's CPU generator uses 32 bits of its seed, so they must depend on all three.
     digest = hashlib.blake2b(repr((seed, number, rank)).encode(), digest_size=4).digest()
     generator = generator_on(like.device).manual_seed(int.from_bytes(digest, "big"))
@@ -539,7 +539,7 @@ def stored_subset(network: nn.Module, state: dict[str, Any]) -> Subset:
     subset = resolve_subset(network, state["names"], ())
     if subset.size != state["C"].numel():
         raise CurvatureError(
-            f"the checkpoint holds the curvature of {state['C'].numel()} weights, but {', '.join(state['names'])} have "
+            f"the checkpoint has the curvature of {state['C'].numel()} weights, but {', '.join(state['names'])} have "
             f"{subset.size}: it belongs to another network"
         )
     return subset

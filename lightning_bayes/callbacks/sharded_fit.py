@@ -8,8 +8,8 @@
 
 Other settings need the whole network on every process and raise an error before training.
 
-A sharded network runs on all processes or on none. So all processes read their data in lockstep, and a process that has
-finished its share steps on a spare batch until all have finished.
+A sharded network must run on all processes at once. So all processes read their data in lockstep, and a process that
+has finished its share runs a spare batch until all have finished.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ def check_settings(callback: LaplaceCallback) -> None:
     """Raise for settings that cannot run on sharded weights."""
     kind, options, tune = type(callback).__name__, callback.options, callback.tune
     if callback.subset != "last_layer" and not is_diagonal(callback):
-        raise RuntimeError(
-            f"{kind} needs every process to hold the whole network, which {_SHARDED} does not: {_WAY_OUT}"
-        )
+        raise RuntimeError(f"{kind} needs the whole network on every process, but {_SHARDED} shards it: {_WAY_OUT}")
     unsupported = {
         f"structure={options.structure.kind!r}": options.structure.kind not in STRUCTURES,
         "predictive='gp'": options.gp is not None,
@@ -75,8 +73,8 @@ def check_settings(callback: LaplaceCallback) -> None:
     for setting, is_unsupported in unsupported.items():
         if is_unsupported:
             raise RuntimeError(
-                f"{kind} with {setting} needs every process to hold the whole network, which {_SHARDED} does not: "
-                "leave it out, or use strategy='ddp' or a single device"
+                f"{kind} with {setting} needs the whole network on every process, but {_SHARDED} shards it: "
+                "leave that out, or use strategy='ddp' or a single device"
             )
 
 
@@ -163,7 +161,7 @@ class LastLayerProbe:
         self._watch.calls.clear()
 
     def _check_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After each call of the network; a step may have several."""
+        """Run after each call of the network; a step may call it several times."""
         f = self._read_as.select(output)
         self._watch.f = None if f is None else f.detach()
         try:
@@ -173,8 +171,8 @@ class LastLayerProbe:
             self._problem = problem
 
     def end(self) -> None:
-        """Raise, before the optimizer's step, if the layer cannot be gathered. Nothing is checked if the step has not
-        called the network."""
+        """Raise, before the optimizer's step, if the layer cannot be gathered. Check nothing if the step did not call
+        the network."""
         self.stop()
         if self._problem is not None:
             raise self._problem

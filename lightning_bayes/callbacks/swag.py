@@ -3,7 +3,7 @@
     θ ~ N(θ_SWA, diag(Σ_s θ_s²/S − θ_SWA²)),    θ_SWA = Σ_s θ_s / S,
 
 of the weights `θ_s` at the ends of the last epochs; see `lightning_bayes.posterior.moments`. The method expects
-a learning rate that stays constant and rather large over these epochs, which is the user's to set. When training ends,
+a learning rate that stays constant and rather large over these epochs, which the user must set. When training ends,
 the module gets the averaged weights, and the statistics of batch norms are computed in a pass over the training data.
 """
 
@@ -38,7 +38,7 @@ FEWEST = 2  # snapshots needed for a variance
 
 
 class SWAGCallback(PosteriorCallback):
-    """A diagonal Gaussian from the weights of the last epochs, and its predictions in `test` and `predict`.
+    """Fit a diagonal Gaussian to the weights of the last epochs, and use it in `test` and `predict`.
 
     Training does not change, but at its end the module and the checkpoints of the last weights get the averaged
     weights. These checkpoints also store the optimizer's last weights, from which training resumes.
@@ -53,12 +53,12 @@ class SWAGCallback(PosteriorCallback):
             attribute of the data module or module, or `FitData(loader, max_batches)`.
 
         predictive: "bnn", "glm" or "map", or an option such as `BNN(samples=30)`.
-        name: suffix of the logged numbers, and key among several callbacks.
+        name: suffix of the logged numbers; each callback of a Trainer needs a different name.
         use: network, calibrate, ood, plots, save, predict_step, seed and progress; see `PosteriorCallback`.
     """
 
     priority = 0  # other callbacks fit the averaged weights
-    why_one = "training ends with the weights of one average"
+    why_one = "training can end with only one average of the weights"
     only_weights = (
         "SWAG's posterior is that of the averaged weights, which the module has when training ends: test those, or the "
         "last checkpoint"
@@ -91,8 +91,8 @@ class SWAGCallback(PosteriorCallback):
     # -- the posterior -----------------------------------------------------------------------------------------------
 
     def fit_now(self, trainer: Trainer, module: LightningModule) -> GaussianPosterior:
-        """The posterior of the weights that were added. The module then has their average, or after an exception its
-        previous weights."""
+        """The posterior of the collected weights. The module gets their average; after an exception it keeps its
+        weights."""
         self._module = module
         if not self._moments.snapshots:
             raise RuntimeError(self._missing())
@@ -114,7 +114,7 @@ class SWAGCallback(PosteriorCallback):
         return posterior
 
     def _batches(self, trainer: Trainer, module: LightningModule) -> Iterator[Any]:
-        """All data on each process, so that it gets the same statistics as a single process."""
+        """All data on each process, so that its statistics equal those of a single process."""
         self._data.check_training_data(trainer)
         loader = self._data.loader(trainer.train_dataloader, datamodule_of(trainer), module)
         batches = self._data.exact_pass(trainer, module, loader, alone=True)
@@ -136,9 +136,7 @@ class SWAGCallback(PosteriorCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if any(class_name(callback, {"WeightAveraging"}) for callback in callbacks_of(trainer)):
-            raise ValueError(
-                f"{self.why_one}, but WeightAveraging has its own: give the Trainer one of it and SWAGCallback"
-            )
+            raise ValueError(f"{self.why_one}, and WeightAveraging makes another: give the Trainer only one of the two")
         self._data.owner(datamodule_of(trainer), pl_module)  # raises for an unknown name
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -155,7 +153,7 @@ class SWAGCallback(PosteriorCallback):
         epochs = trainer.max_epochs or 0
         if not isinstance(self.start, int) and epochs <= 0 and trainer.max_steps <= 0:
             raise ValueError(
-                f"start={self.start} is a fraction of the training, whose length the Trainer does not know: give "
+                f"start={self.start} is a fraction of the training, but the Trainer does not know its length: give "
                 "start= as an epoch, or set max_epochs="
             )
         steps = trainer.estimated_stepping_batches

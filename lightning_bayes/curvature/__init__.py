@@ -1,4 +1,4 @@
-"""A network and data to the curvature of its loss: exact, Monte-Carlo or empirical, in the form of a structure."""
+"""The curvature of a network's loss on data: exact, Monte-Carlo or empirical, stored as a structure."""
 
 from lightning_bayes.curvature.fit import Curvature, choose_subset, fit_curvature
 from lightning_bayes.network import CurvatureError, DataError, Subset, SubsetError

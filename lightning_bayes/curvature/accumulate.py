@@ -1,8 +1,8 @@
 """Sums of the curvature over the batches of a pass: one accumulator for each value of `structure=`.
 
-`ColumnSum` takes the columns of the output Fisher, `Λₙ = Σ_k r_k r_kᵀ`, back to the outputs of the layers, with one
-forward pass and a few batched backward passes per batch. An `Accumulator` turns the gradients at the layers' outputs
-into the sums of its structure.
+`ColumnSum` propagates the columns of the output Fisher, `Λₙ = Σ_k r_k r_kᵀ`, back to the outputs of the layers, with
+one forward pass and a few batched backward passes per batch. An `Accumulator` turns the gradients at the layers'
+outputs into the sums of its structure.
 
 To add a structure, subclass `BlockAccumulator` for a matrix with one block per layer, or `JacobianAccumulator` for any
 other, and give the class a `word`: defining the class registers it.
@@ -50,7 +50,7 @@ from lightning_bayes.structures import (
 )
 from lightning_bayes.structures.factor import Rank
 
-FisherRoot = Callable[[Any, Tensor, Tensor], Tensor]  # from x, y and the numbers of the examples; see `fisher_root`
+FisherRoot = Callable[[Any, Tensor, Tensor], Tensor]  # from x, y and the indices of the examples; see `fisher_root`
 
 LARGEST_DENSE = 1024  # parameters of an exact dense block; larger exact blocks are diagonal
 STRUCTURES: dict[str, type[Accumulator]] = {}  # by the values of `structure=`
@@ -60,21 +60,21 @@ STRUCTURES: dict[str, type[Accumulator]] = {}  # by the values of `structure=`
 class FactorOptions:
     """How Kronecker factors are decomposed."""
 
-    keep_matrix: bool = False  # beside the eigenpairs, so that data can be added
+    keep_matrix: bool = False  # also keep the matrix itself, so that data can be added
     rank: Rank = None  # the number of eigenpairs to keep
     dry_run: bool = False  # use the diagonals instead, without a decomposition
     progress: bool = False  # show a progress bar
-    fixed_scale: bool = False  # whether no noise can be changed that the curvature is divided by
+    fixed_scale: bool = False  # whether no change of the noise rescales the curvature
 
 
 class Accumulator(ABC):
-    """Called for every batch: `add_inputs`; then for every chunk of columns: `begin_chunk`, `add_layer` and
-    `add_parameter` for each, `end_chunk`."""
+    """For each batch, `ColumnSum` calls `add_inputs` and then, for every chunk of columns, `begin_chunk`, `add_layer`
+    for each layer, `add_parameter` for each other parameter, and `end_chunk`."""
 
     word: ClassVar[str | None] = None  # the value of `structure=`
     passes: ClassVar[int] = 1  # over the data
     needs_axes = False  # whether the rows of an example must lie along an axis
-    keeps_rows: ClassVar[bool] = True  # store wide factors of few examples by rows, with fewer eigenvectors
+    keeps_rows: ClassVar[bool] = True  # whether to store wide factors of few examples as rows
     factor_options = FactorOptions()
     _plan: Plan
 
@@ -118,7 +118,7 @@ class Accumulator(ABC):
 
     @abstractmethod
     def finish(self, processes: Processes) -> Structure:
-        """The curvature. The processes share the decompositions. Frees the sums."""
+        """Return the curvature, and free the sums. The processes share the decompositions."""
 
     def second_pass(self, fitted: Structure) -> Accumulator | None:
         """The accumulator of a second pass, given the curvature of the first; None if one pass is enough."""
@@ -152,7 +152,8 @@ class JacobianAccumulator(JacobianRows, Accumulator):
 
 
 class FullAccumulator(JacobianAccumulator):
-    """The rows `Λ^½J` while they are fewer than the weights, on all processes together; the matrix from then on."""
+    """Keeps the rows `Λ^½J` while all processes together have fewer rows than weights, and sums the matrix from then
+    on."""
 
     word = "full"
 
@@ -264,7 +265,7 @@ class BlockAccumulator(Accumulator):
         with progress_bar(
             "Laplace: decomposing factors", total, self.factor_options.progress and total > 0, "factor"
         ) as bar:
-            # One process goes block by block, so that eigenvectors replace sums; several share all blocks at once.
+            # One process works block by block, so that eigenvectors replace sums; several processes share all blocks.
             while blocks:
                 taken = [blocks.pop(0) for _ in range(1 if processes.size == 1 else len(blocks))]
                 grams = [gram for block in taken for gram in block.factors()]
@@ -333,7 +334,7 @@ class KroneckerAccumulator(BlockAccumulator):
 
 
 def _rows_for(block: Block, calls: list[Call]) -> list[Call]:
-    """The calls with all rows together, if rows have no pattern and the block need not know their examples."""
+    """The calls with all rows together, if rows have no pattern and the block does not need their examples."""
     if block.needs_examples or not any(isinstance(call.rows, RowIndex) for call in calls):
         return calls
     return [replace(call, rows=all_rows(call)) for call in calls]
@@ -358,7 +359,7 @@ def _ranks(factors: list[Factor | None], grams: list[Gram], processes: Processes
 
 
 def _shared(gram: Gram, factor: Factor | None, k: int, processes: Processes, options: FactorOptions) -> Factor:
-    """The factor of one process on all processes."""
+    """Send a factor from its owner to all processes."""
     g, _, d = gram.array.shape
     parts = [gram.array.new_zeros(shape) for shape in ((g, d, k), (g, k), (g, 1))]  # vectors, values, remainder
     if factor is not None:
@@ -379,7 +380,7 @@ def first_nonfinite(values: Tensor, subset: Subset) -> str | None:
 class EKFACAccumulator(KroneckerAccumulator):
     word = "ekfac"
     passes = 2
-    keeps_rows = False  # each of all eigenvectors gets a refitted eigenvalue
+    keeps_rows = False  # every eigenvector gets a refitted eigenvalue
 
     def finish(self, processes: Processes) -> EKFACBlockDiagonal:
         fitted = super().finish(processes)
@@ -481,7 +482,7 @@ class ColumnSum(BatchSum):
         return output_columns(self.likelihood, self.fisher.kind, batch.outputs, batch.y, size, *sampled)
 
     def _add_one_by_one(self, batch: Batch, shared: tuple[str, ...]) -> None:
-        """A single example owns all rows of every layer."""
+        """Add the examples one at a time: a single example owns all rows of every layer."""
         if not self._warned:
             self._warned = True
             what = f"share rows of {', '.join(shared)}"

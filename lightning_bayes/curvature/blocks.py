@@ -1,4 +1,4 @@
-"""Running sums of the curvature of one block, and the structure they end in.
+"""Running sums of the curvature of one block, and the structures made from them.
 
 For a layer with inputs `a` and output gradients `g` (format in `layers`), with `N` examples and `T` shared positions:
 
@@ -33,8 +33,8 @@ from lightning_bayes.structures import EKFAC, Dense, Diagonal, Factor, Gram, Kro
 
 PANEL = 256  # columns of a triangular product at a time
 FULL = 1024  # rows that make a product efficient
-WIDE = 512  # columns of a layer that keeps few rows
-PART = 2  # rows are few up to this part of the columns
+WIDE = 512  # the fewest columns of a layer that keeps its rows
+PART = 2  # a layer keeps at most `columns / PART` rows
 
 
 class Block(ABC):
@@ -42,7 +42,7 @@ class Block(ABC):
 
     label: str
     needs_examples = True  # whether it needs to know the example of each row
-    n_factors = 0  # to decompose
+    n_factors = 0  # the number of factors to decompose
 
     def add_inputs(self, layer: LayerUse, calls: list[Call]) -> None:  # noqa: B027, optional
         """Add the inputs, once per batch."""
@@ -72,7 +72,7 @@ class Block(ABC):
 
 
 def _is_finite(t: Tensor) -> bool:
-    """A finite sum settles it, and is faster."""
+    """Whether all entries are finite. A finite sum proves it, and is faster."""
     return bool(t.sum().isfinite()) or bool(t.isfinite().all())
 
 
@@ -157,7 +157,7 @@ class KroneckerBlock(Block):
             return
         if self._reduce:
             self._A.add(_mean_input(a.to(self._G.dtype) for a in strips))
-        for a in strips:  # empty after a reduction
+        for a in strips:  # already consumed by a reduction
             self._A.add(a.flatten(1, 2))  # [G, rows, I]
 
     def add_gradients(self, layer: LayerUse, calls: list[Call], g: Tensor) -> None:
@@ -235,7 +235,8 @@ def add_diagonal_(total: Tensor, strips: Callable[[slice], Iterator[Tensor] | No
 
 
 def _add_unshared_diagonal(values: Tensor, a: Tensor | None, g: Tensor) -> None:
-    """One position: `Σₙ (Σ_k g²) (a²)ᵀ` in one product, with the bias in the last column.  # values [G, O, I + 1]"""
+    """The diagonal for one position: `Σₙ (Σ_k g²) (a²)ᵀ` in one product, with the bias in the last column.
+    # values [G, O, I + 1]"""
     g2 = g.squeeze(3).to(values.dtype).square().sum(0)  # [G, B, O]
     I = 0 if a is None else a.shape[3]
     if a is not None:
@@ -284,7 +285,7 @@ class EigenvalueBlock(Block):
             self._add_shared(layer, calls, g)
 
     def _add_shared(self, layer: LayerUse, calls: list[Call], g: Tensor) -> None:
-        """Layers with shared positions, a few examples at a time."""
+        """Add layers with shared positions, a few examples at a time."""
         (K, G, B, T, O), I = g.shape, self._values.shape[2]
         Q_G, Q_A = self._basis.left.vectors, self._basis.right.vectors
         of_inputs = Q_A if layer.weight is not None and T < K * O else None  # rotate the inputs if they are smaller
@@ -307,13 +308,14 @@ class EigenvalueBlock(Block):
 
     def structure(self, factors: list[Factor]) -> EKFAC:
         left, right, values = self._basis.left, self._basis.right, self._values
-        if self._spans_gradients:  # no gradient points where a factor is zero: anything there is rounding
+        if self._spans_gradients:  # gradients are zero where a factor is zero: anything there is rounding
             values = values.masked_fill(((left.values == 0).unsqueeze(-1) | (right.values == 0).unsqueeze(-2)), 0)
         return EKFAC(left, right, refitted=values)
 
 
 def _rotated(rows: Tensor, Q: Tensor | None) -> Tensor:
-    """One product for each group: a batched product would copy `Q` for each row.  # [G, ..., d] -> [G, ..., d']"""
+    """`rows Q`, in one product for each group: a batched product would copy `Q` for each row.
+    # [G, ..., d] -> [G, ..., d']"""
     return rows if Q is None else (rows.flatten(1, -2) @ Q).reshape(*rows.shape[:-1], -1)
 
 
@@ -328,7 +330,7 @@ def _strips(layer: LayerUse, calls: list[Call], examples: slice, Q: Tensor | Non
     if strips is None or Q is None:
         return strips
     I = Q.shape[1] - (layer.bias is not None)
-    ones = Q[:, I:].sum(1)[:, None, None]  # the rotated one of the bias; zero without a bias
+    ones = Q[:, I:].sum(1)[:, None, None]  # the rotated 1 of the bias; zero without a bias
     return (_rotated(a.to(Q.dtype), Q[:, :I]) + ones for a in strips)
 
 
@@ -338,7 +340,7 @@ class InputSum:
     Args:
         shape: groups and columns, including the column of the bias.
         bias: whether the last column is a one.
-        keeps_rows: whether to keep few rows of a wide layer.
+        keeps_rows: whether a wide layer keeps its rows while they are few.
     """
 
     def __init__(
@@ -348,7 +350,7 @@ class InputSum:
         self._dtype, self._device = dtype, device
         self._most = self._columns // PART if keeps_rows and self._columns >= WIDE else 0
         self._sum: Tensor | None = None  # [G, I, I]
-        self._pending: list[Tensor] = []  # rows of small batches: one large product is faster than many small
+        self._pending: list[Tensor] = []  # rows of small batches: one large product is faster than many small ones
         self.count = torch.zeros((), dtype=torch.float64, device=float64_device(device))  # n
 
     def add(self, a: Tensor) -> None:
@@ -368,7 +370,7 @@ class InputSum:
         return 0 < self._n_pending + rows <= self._most and self._sum is None
 
     def gather(self, processes: Processes) -> None:
-        """Place the rows among those of all processes, or multiply them."""
+        """Place the rows among those of all processes, or sum their products."""
         n = self._n_pending if self._sum is None else self._most + 1
         counts = torch.zeros(processes.size, dtype=torch.int64, device=self._device)
         counts[processes.rank] = n
@@ -391,7 +393,7 @@ class InputSum:
 
     @property
     def sums(self) -> list[Tensor]:
-        """The tensors to add over processes after `gather`; before, the sums so far."""
+        """The tensors to add over processes after `gather`; before it, the sums so far."""
         return [*self._pending, *([] if self._sum is None else [self._sum]), self.count]
 
     @property
@@ -429,7 +431,7 @@ class InputSum:
         self._add_border(a.sum(1), a.shape[1])
 
     def _add_border(self, total: Tensor, rows: int) -> None:
-        """Add the number of inputs, and their products with the one of the bias.  # total [G, I]"""
+        """Add the number of inputs, and their products with the 1 of the bias.  # total [G, I]"""
         I = total.shape[1]
         if self._bias:
             self._whole[:, I, :I] += total

@@ -2,7 +2,7 @@
 
 `DataPass` runs a network batch by batch: it checks outputs and targets, numbers the examples, sums what every fit
 learns about the data (size, log-likelihood, squared error, gradient of the loss), adds all sums over processes, and
-repeats the pass as often as the fit requires. A `BatchSum` adds up the curvature in one of its forms.
+repeats the pass as often as the fit requires. A `BatchSum` sums one form of the curvature.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Curvature:
     likelihood: Likelihood
     kind: str
     n_data: int  # examples seen
-    n_outputs: int  # numbers in the network's outputs, or measurements of them
+    n_outputs: int  # the number of outputs over all examples, or of their measurements
     # Unknown without a pass over the data:
     log_likelihood: Tensor | None = None  # Σₙ log p(yₙ | fₙ), float64
     gradient: Tensor | None = None  # −Σₙ ∂ log p(yₙ | fₙ) / ∂θ [P]
@@ -71,7 +71,7 @@ class Batch:
     y: Tensor  # invalid targets are zero until the checks raise an error
     f: Tensor  # outputs, with their graph
     recorded: Any  # anything else that `BatchSum.forward` returned
-    examples: Tensor  # numbers of the examples in the order of all data [B]
+    examples: Tensor  # indices of the examples in the order of all data [B]
     number: int = 0  # of the batch in this pass
     counts: bool = True  # False if it only keeps this process in step with others
 
@@ -81,7 +81,7 @@ class Batch:
 
 
 class BatchSum:
-    """A sum over the batches of one or several passes. This base class adds nothing to what every pass learns."""
+    """A sum over the batches of one or several passes. The base class sums no curvature."""
 
     learns_likelihood: ClassVar[bool] = True
     needs_same_labels: ClassVar[bool] = False  # whether labels that change between passes are an error
@@ -139,7 +139,7 @@ class DataPass:
         self.n_data = self.n_outputs = 0  # over all processes, after the first pass
 
     def fit(self, batches: Batches, make_sum: MakeSum, total: BatchSum | None = None) -> Curvature:
-        """Run all passes; `make_sum` creates the `BatchSum` from the first batch, unless it exists."""
+        """Run all passes; `make_sum` creates the `BatchSum` from the first batch, unless `total` is given."""
         total = self.run(batches, make_sum, total)
         return Curvature(
             structure=total.structure(),
@@ -184,7 +184,7 @@ class DataPass:
             self._order.begin()
 
     def add(self, x: Any, y: Tensor, counts: bool = True) -> None:
-        """Add a batch. One that does not count only keeps this process in step with others."""
+        """Add a batch. With `counts=False` it only keeps this process in step with the others."""
         B = inputs.batch_size(x)
         examples = self._first_example + self._processes.examples(self._n_examples, B, y.device)
         f, recorded = self._total.forward(x)
@@ -226,8 +226,7 @@ class DataPass:
             if total.needs_same_labels:
                 raise DataError(f"curvature='fisher_mc' needs {SAME_ORDER}: {ORDER_REMEDY}")
             warn(
-                "curvature='fisher_mc' draws the same labels in each pass only from %s; the second pass has drawn "
-                "others: %s",
+                "curvature='fisher_mc' needs %s to draw the same labels again, but the second pass drew others: %s",
                 SAME_ORDER,
                 ORDER_REMEDY,
             )
@@ -236,7 +235,7 @@ class DataPass:
         """The fields of `Curvature` that every fit learns about the data."""
         log_likelihood, squared_error, n_targets = self._totals.cpu()
         if n_targets == 0:
-            raise DataError("no target counts: all are marked as unknown (ignore_index), so there is nothing to fit")
+            raise DataError("all targets are equal to ignore_index, so there is nothing to fit")
         return {
             "n_data": self.n_data,
             "n_outputs": self.n_outputs,
@@ -257,8 +256,8 @@ class DataPass:
 
     def _learn(self, batch: Batch) -> None:
         """Add log-likelihood, squared error (NaN for a likelihood without one), the number of valid targets, and the
-        gradient of the loss. Totals are in float64 from the outputs on: in float32, `log p` of a confident class rounds
-        to zero, and tuning the noise subtracts a large squared error again."""
+        gradient of the loss. Totals are computed in float64, beginning with the outputs: in float32, `log p` of a
+        confident class rounds to zero, and tuning the noise subtracts a large squared error again."""
         f, y, likelihood = widest(batch.outputs), batch.y, self._likelihood
         log_likelihood = in_float64(likelihood.log_likelihood_per_example(f, y)).sum()
         error = likelihood.squared_error(f, y)

@@ -68,9 +68,9 @@ THRESHOLD = 256  # the largest number of features per example for which "mixed" 
 
 
 class BatchDiagonal:
-    """`diag Σₙ JₙᵀΛₙJₙ` over the weights of `subset`, batch by batch. The first one decides on the cheapest method, or
-    raises an error that names an unsupported operation. `checks=False` is for a caller that checks outputs and targets
-    itself."""
+    """`diag Σₙ JₙᵀΛₙJₙ` over the weights of `subset`, batch by batch. The first batch determines the cheapest method,
+    or raises an error that names an unsupported operation. `checks=False` is for a caller that checks outputs and
+    targets itself."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class BatchDiagonal:
             if self.mode == "auto" and trial.largest <= threshold:
                 threshold = math.inf
             merges = _rehearse(network, self.subset, trial, threshold)
-            # An exact walk has to know the example of each row.
+            # An exact walk needs to know the example of each row.
             if threshold < math.inf or (merges and keeps_rows(uses(trial.f), len(trial.f))):
                 return partial(self._walk, threshold, trial.signature)
         except RuleError:
@@ -144,7 +144,7 @@ class BatchDiagonal:
         return self.subset.join(_or_zeros(walk.diagonals[id(p)], p) for p in parameters)
 
     def _checked_targets(self, x: Any, outputs: Tensor, y: Tensor) -> Tensor:
-        """The targets, with zeros for invalid ones until the next look."""
+        """The targets, with zeros for invalid ones until the next check."""
         if self._checks is not None:
             y = self._checks.add(x, outputs, y)
             self._checks.end_batch()
@@ -189,7 +189,8 @@ def choose_mode(network: nn.Module, subset: Subset, x: Any, threshold: float) ->
 
 
 def _rehearse(network: nn.Module, subset: Subset, trial: Probe, threshold: float) -> bool:
-    """Walk back through the few examples of a probe with `Λ = I`, for its errors; returns whether it merges columns."""
+    """Walk back through the few examples of a probe with `Λ = I` to raise its errors. Return whether it merges
+    columns."""
     f, kinds = trial.f, trial.signature.kinds_of(trial.ops)
     walk = Walk(trial.ops, f, kinds, threshold, subset.parameters(network).values())
     merges = bool(walk.stops(f[0].numel()))
@@ -199,7 +200,7 @@ def _rehearse(network: nn.Module, subset: Subset, trial: Probe, threshold: float
 
 
 def _or_zeros(d: Tensor | None, p: Tensor) -> Tensor:
-    """In at least float32."""
+    """`d` in at least float32, or zeros like `p`."""
     wide = torch.promote_types(p.dtype, torch.float32)
     return torch.zeros_like(p, dtype=wide) if d is None else d.to(wide)
 
@@ -219,7 +220,7 @@ class Cotangent:
             self.diagonal = self.diagonal + other.diagonal
         elif self.columns is not None and self.basis is other.basis:
             self.columns = self.columns + other.columns  # type: ignore[operator]
-        else:  # of different origin: there are no cross terms, or they are dropped here
+        else:  # from different sources: there are no cross terms, or they are dropped here
             self.columns, self.basis = torch.cat([self.as_columns(), other.as_columns()]), object()
             self.diagonal = None
 
@@ -231,8 +232,8 @@ class Cotangent:
 
 
 class Walk:
-    """From the output `f` back to the parameters; `diagonals` has their diagonals by `id`. A tensor is whole if it has
-    at most `threshold` features per example. With an infinite threshold the walk is exact or raises an error. It
+    """Walks from the output `f` back to the parameters; `diagonals` has their diagonals by `id`. A tensor is whole if
+    it has at most `threshold` features per example. With an infinite threshold the walk is exact or raises an error. It
     consumes the operations."""
 
     def __init__(
@@ -255,8 +256,8 @@ class Walk:
         self._run(self._parts(Cotangent(diagonal=d), self._count(K)), K)
 
     def from_root(self, S: Tensor, coupled: bool = False) -> None:
-        """From a likelihood's `fisher_root`. A dense output has separate columns for each position, unless outputs are
-        coupled."""
+        """Start from a likelihood's `fisher_root`. A dense output has separate columns for each position, unless
+        outputs are coupled."""
         K = len(S) * (S[0, 0, 0].numel() if S.ndim > 3 and not coupled else 1)
         size = self._size(self._count(K), S)
         self._run((Cotangent(columns=part, basis=object()) for part in root_columns(S, size, coupled)), K)
@@ -267,11 +268,11 @@ class Walk:
         return self._kinds.get(id(t)) is Kind.ROWS and t.numel() <= self._threshold * self._B
 
     def _is_shared(self, t: Tensor) -> bool:
-        """Whether it is a parameter or depends on parameters only."""
+        """Whether `t` is a parameter or depends only on parameters."""
         return id(t) in self.diagonals or self._kinds.get(id(t)) is Kind.SHARED
 
     def _run(self, parts: Iterator[Cotangent], K: int) -> None:
-        """Sweep from stop to stop."""
+        """Sweep from each stop to the next."""
         stops, done, key = self.stops(K), 0, self._output
         for n, stop in enumerate(stops):
             cotangent = self._sweep(stop.position - done, key, parts, stop)
@@ -280,7 +281,7 @@ class Walk:
         self._sweep(len(self._ops), key, parts, None)
 
     def stops(self, K: int) -> list[Cut]:
-        """The cuts at which to merge `K` columns of the output, and those behind which the form of `M` changes."""
+        """The cuts at which to merge `K` columns of the output, and those after which the form of `M` changes."""
         stops: list[Cut] = []
         groups = [list(group) for _, group in groupby(self._cuts, key=lambda cut: cut.features <= self._threshold)]
         for n, group in enumerate(groups):
@@ -296,8 +297,8 @@ class Walk:
         return stops[0].position if stops else len(self._ops)
 
     def _sweep(self, count: int, key: int, parts: Iterator[Cotangent], end: Cut | None) -> Cotangent:
-        """Carry each part of the cotangent at one tensor through the next `count` operations; returns the cotangent at
-        the `end`."""
+        """Carry each part of the cotangent at one tensor through the next `count` operations, and return the cotangent
+        at the `end`."""
         total = Cotangent()
         part = next(parts, None)
         while part is not None:
@@ -313,7 +314,7 @@ class Walk:
         return total
 
     def _parts(self, cotangent: Cotangent, count: int) -> Iterator[Cotangent]:
-        """In parts, so that the next `count` operations stay within the memory per step."""
+        """Split the cotangent into parts, so that the next `count` operations stay within the memory per step."""
         if cotangent.columns is not None:
             size = self._size(count, cotangent.columns)
             return (Cotangent(columns=part, basis=object()) for part in cotangent.columns.split(size))
@@ -370,7 +371,7 @@ class Walk:
         S = columns[0]
         try:
             if S is None or len(op.outputs) > 1 or self._kinds.get(id(op.outputs[0])) is not Kind.ROWS:
-                raise RuleError(f"{op.name}{op.where} has no row for each example: use hessian='approx'")
+                raise RuleError(f"{op.name}{op.where} does not have one row per example: use hessian='approx'")
             return weights_diagonal(op, S, shared)
         except RuleError:
             if self._exact:
@@ -412,7 +413,7 @@ def _part(d: Tensor, start: int, stop: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor that everything passes through: `M` is there alone after the last `position` operations."""
+    """A tensor that everything passes through: after the last `position` operations, only its `M` is left."""
 
     position: int
     key: int  # the tensor's id
@@ -438,8 +439,8 @@ def find_cuts(ops: list[Op], f: Tensor, kinds: dict[int, Kind]) -> tuple[list[Cu
 
 
 def choose(cuts: list[Cut], columns: int, end: float) -> list[Cut]:
-    """The cuts of a chain at which to merge, starting with `columns` at the first of them; `end` is the cost, since the
-    output, at the end of the chain."""
+    """The cuts of a chain at which to merge, starting with `columns` at the first of them; `end` is the cost from the
+    output to the end of the chain."""
     best: list[tuple[float, list[int]]] = [(0.0, [])]
     widths = [columns, *(cut.features for cut in cuts[1:])]
     for j in range(1, len(cuts)):

@@ -1,6 +1,6 @@
 """How one operation propagates `M` from its outputs to its inputs and weights: by its diagonal or by columns.
 
-The rules of diagonals are `d_in = (J ∘ J)ᵀ d_out`.
+The rules for diagonals are `d_in = (J ∘ J)ᵀ d_out`.
 
 Keeping only the diagonal assumes that an operation's outputs are uncorrelated (Laplacian autoencoders, section 3). The
 squared Jacobian `J ∘ J` is never built:
@@ -11,7 +11,7 @@ squared Jacobian `J ∘ J` is never built:
 - bilinear in input and weight (linear, convolution): `Jᵀd` of the same operation with the other operand squared; for a
   convolution, the transposed convolution with the squared kernel;
 - average: all weights are equal, so `J ∘ J = diag(w) J` with the weight `w` of each output;
-- interpolation: separable, `J = A₁ ⊗ A₂ ⊗ …` with a matrix for each dimension, and so is its square;
+- interpolation: `J = A₁ ⊗ A₂ ⊗ …` with a matrix for each dimension, and `J ∘ J` has the same form;
 - norm `γ x̂ + β`, `x̂ = (x − μ)/s` over `D` features: `J_ij = (γ_i/s)(δ_ij − (1 + x̂_i x̂_j)/D)`. With `w = γ² d/s²`,
   `(J ∘ J)ᵀd` is `w_j (1 − 2(1 + x̂_j²)/D) + Σ_i w_i (1 + x̂_i x̂_j)²/D²`; the last sum is a polynomial in `x̂_j` with
   coefficients `Σw`, `2Σwx̂`, `Σwx̂²`;
@@ -75,7 +75,7 @@ PRODUCTS = frozenset({"matmul", "mm", "bmm", "mv", "addmm"})
 KINKS = frozenset(
     "relu relu6 hardtanh threshold _threshold hardshrink softshrink clamp clamp_min clamp_max clip".split()  # noqa: SIM905
 )
-LINEAR = {"linear", "interpolate", *CONVOLUTIONS, *POOLS}  # in their input, and the same for every example
+LINEAR = {"linear", "interpolate", *CONVOLUTIONS, *POOLS}  # linear in their input, and the same for every example
 UNMIXED = (ELEMENTWISE | SELECTION | SUMS | {"prelu", "batch_norm"}) - {"sum", "cumsum", "fold"}
 
 
@@ -281,7 +281,7 @@ def interpolates_nearest(op: Op) -> bool:
 
 
 def _interpolate(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
-    """All modes except nearest."""
+    """Interpolation in all modes except nearest."""
     (x,), (out,) = inputs, op.outputs
     mode, n = op.argument("mode", 3), x.ndim - 2
     if mode == "area":
@@ -381,7 +381,7 @@ def _choose_batch_norm(op: Op) -> Rule:
 
 
 def _choose_extremum(op: Op) -> Rule | None:
-    """Of two tensors, along a dimension, or of all entries."""
+    """The rule for the extremum of two tensors, along a dimension, or of all entries."""
     other = op.argument("other" if "other" in op.kwargs else "dim", 1)
     if other is None:
         return None
@@ -406,7 +406,7 @@ _RULES: dict[str, Rule] = {
     "layer_norm": _layer_norm,
     "group_norm": _group_norm,
 }
-# Operations whose arguments decide on the rule; None if there is no rule for these arguments.
+# Operations whose rule depends on their arguments; None if there is no rule for these arguments.
 _CHOICES: dict[str, Callable[[Op], Rule | None]] = {
     **dict.fromkeys(PRODUCTS, _choose_product),
     **dict.fromkeys(("softmax", "log_softmax"), lambda op: None if op.argument("dim", 1) is None else _softmax),
@@ -534,7 +534,7 @@ def _of_bias(g: Tensor) -> Tensor:
 
 
 def _of_weight(layer: Layer, g: Tensor) -> Tensor:
-    """In the stored order of the weight.  # [G·O·I]"""
+    """`g` in the stored order of the weight.  # [G·O·I]"""
     layout = Layout((layer.weight,))
     total, stored = g.new_zeros(layout.shape), g.new_empty(layout.size)
     add_diagonal_(total, lambda part: layer.strips(part, PLAIN), g)

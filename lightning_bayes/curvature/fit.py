@@ -45,8 +45,8 @@ from lightning_bayes.options.fit import (
     structure_option,
 )
 
-AFFORDABLE = 20  # forward passes for one prediction
-SMALL = 10**6  # weights up to which the forward passes take little time
+AFFORDABLE = 20  # the most forward passes that a prediction may cost
+SMALL = 10**6  # the most weights for which forward passes take little time
 
 
 def fit_curvature(
@@ -74,9 +74,9 @@ def fit_curvature(
         likelihood: "classification", "binary", "regression", or a `Likelihood`.
         structure: "full", "diag", "kron", "ekfac" (two passes over the loader), "lowrank" (several passes), or an
             option such as `Kron(rank="auto")`.
-        subset: "all" trainable parameters, the "last_layer", "auto" (all, but the last layer of a network with more
-            than a million weights whose predictions would take more than about 20 forward passes), a list of parameter
-            or module names, a mask over (or positions of) the trainable weights, or the `subset` of a posterior.
+        subset: "all" trainable parameters, the "last_layer", "auto" (all, or the last layer if a network has more than
+            a million weights and its predictions would take more than about 20 forward passes), a list of parameter or
+            module names, a mask over (or positions of) the trainable weights, or the `subset` of a posterior.
         curvature: `Λₙ` is the exact output Fisher ("ggn"), its Monte-Carlo estimate ("fisher_mc", `FisherMC(samples)`)
             or the outer product of the gradient of the example's own label ("empirical_fisher"). "auto" is "ggn", but
             "fisher_mc" for images and other outputs at many positions.
@@ -86,11 +86,11 @@ def fit_curvature(
             include all processes.
         probe: an input to trace the network on, for a process whose share of the data may be empty; by default the
             first batch. With a probe, the shape of the targets is not used.
-        output: the key, attribute or index of f in the network's output, by default a tensor, or its `logits`; or
-            `Network(output=…, class_dim=…)`.
-        first_example: the number of the first example, for sampled labels: how many examples were fitted before.
-        dry_run: check the fit without its expensive parts: factors are not decomposed, a low rank is 1, and "ggn" is
-            "fisher_mc" for many outputs. The result is not a curvature.
+        output: the key, attribute or index of f in the network's return value, by default the tensor itself or the
+            entry `logits`; or `Network(output=…, class_dim=…)`.
+        first_example: the number of examples that were fitted before, on which sampled labels depend.
+        dry_run: check the fit without its expensive parts: factors are not decomposed, a low rank is 1, and "ggn"
+            becomes "fisher_mc" for many outputs. The result is not a curvature.
     """
     form = structure_option(structure)
     estimate, samples = curvature_estimate(curvature, form)
@@ -112,7 +112,7 @@ def fit_curvature(
 
         def batches(description: str) -> Iterator[tuple[Any, Tensor]]:
             loaded = iter(ProgressLoader(loader, f"Laplace: curvature{description}", progress))
-            stack.callback(loaded.close)  # after an error as well
+            stack.callback(loaded.close)  # even after an error
             for batch in loaded:
                 yield _prepare(network, batch)
 
@@ -160,9 +160,9 @@ def fit_curvature(
 
 
 def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihood) -> nn.Module:
-    """A view of the network for the form of the first batch: its class dimension, and whether examples are rows of the
+    """A view of the network that matches the first batch: its class dimension, and whether examples are rows of the
     output only."""
-    inputs.batch_size(x)  # raises an error if x holds no tensor
+    inputs.batch_size(x)  # raises an error if x contains no tensor
     output = replace(output_of(network), together=isinstance(x, WholeInput), listed=isinstance(x, Sequences))
     if output.class_dim is None:
         with borrowed(network, ()), torch.no_grad(), explained(network, x):
@@ -172,8 +172,8 @@ def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihoo
         output = output.with_targets(returned, y, likelihood.chooses_one_class)
         if likelihood.chooses_one_class and output.is_ambiguous(returned, y):
             warn(
-                "outputs for targets of shape %s have as many positions as classes: classes are taken to be in "
-                "dimension 1; if they are in the last dimension, set class_dim=-1 of Network",
+                "outputs for targets of shape %s have as many positions as classes, so dimension 1 is taken as the "
+                "class dimension; if it is the last one, pass Network(class_dim=-1)",
                 list(y.shape),
             )
     return wrap_output(network, output)
@@ -226,15 +226,15 @@ def choose_subset(network: nn.Module, x: Any, subset: SubsetWord | Sequence[str]
 
 
 def _affordable_subset(network: nn.Module, x: Any) -> Subset:
-    """All weights of a network that is small, or whose predictions are estimated to be affordable; otherwise the last
+    """All weights if the network is small or its predictions are estimated to be affordable, otherwise the last
     layer."""
     everything = choose_subset(network, x, "all")
     if everything.size <= SMALL or (passes := estimate_cost(network, x, everything).predict) <= AFFORDABLE:
         return everything
     last_layer = choose_subset(network, x, "last_layer")
     detail(
-        "subset='auto' takes the last layer (%d weights): with all %d weights, for which set subset='all', predict "
-        "would cost about %.0f forward passes",
+        "subset='auto' selects the last layer (%d weights): with all %d weights (set subset='all'), predict would "
+        "cost about %.0f forward passes",
         last_layer.size,
         everything.size,
         passes,

@@ -2,16 +2,17 @@
 
 Block Lanczos with full reorthogonalisation (Golub and Underwood 1977) starts from a random block `Q₁`. Each product
 `HQⱼ` is orthogonalised twice against the whole basis, and the rest is the next block. A block of `b` vectors finds an
-eigenvalue at most `b` times, so it must be as wide as eigenvalues are repeated. Random directions, orthogonal to the
-basis, replace those that vanish: they show when nothing of `H` is left.
+eigenvalue at most `b` times, so it must be at least as wide as the largest multiplicity. Random directions, orthogonal
+to the basis, replace those that vanish: they show when nothing of `H` is left.
 
 After `m` vectors, `HQ = [Q Q⁺] B` with the next block `Q⁺` and a small matrix `B`. Ritz pairs that have not converged
 could overestimate `H`. The Nyström approximation of the same subspace cannot, and needs no further product:
 
     Ĥ = HQ (QᵀHQ)⁺ (HQ)ᵀ = [Q Q⁺] B T⁺ Bᵀ [Q Q⁺]ᵀ ⪯ H,    T = QᵀHQ.
 
-It grows with the subspace and equals `H` once that holds the whole range. The result is its largest eigenpairs, without
-eigenvalues of `T` that are only rounding. In a null space half of the rounding is negative, which shows its size.
+It grows with the subspace and equals `H` once that contains the whole range. The result is its largest eigenpairs,
+without eigenvalues of `T` that are only rounding. In a null space half of the rounding is negative, which shows its
+size.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from lightning_bayes.structures import LowRank
 
 WORD = "lowrank"
 BLOCK = 16  # vectors in a block, at least
-ZERO = 1  # times the rounding of the largest eigenvalue: a smaller direction has vanished
-NOTHING = 10  # times the same: a smaller product shows that nothing is left
-CONVERGED = 0.1  # the residual of an eigenpair relative to its eigenvalue, which costs 1e-5 to 1e-3 of their sum
+ZERO = 1  # a direction below this multiple of the largest eigenvalue's rounding has vanished
+NOTHING = 10  # a product below this multiple of that rounding shows that nothing is left
+CONVERGED = 0.1  # the relative residual of a converged eigenpair; it costs 1e-5 to 1e-3 of the sum of eigenvalues
 
 
 class LowRankSum(BatchSum):
@@ -70,8 +71,8 @@ class LowRankSum(BatchSum):
         start = in_float64(self._lanczos.block[:, :8])
         if not torch.allclose(self._start, processes.size * start, rtol=0, atol=1e-3 * float(start.abs().max())):
             raise CurvatureError(
-                "structure='lowrank' computed other vectors on another process, whose machine rounds differently: fit "
-                "it on one process, or on machines of the same kind"
+                "structure='lowrank' computed different vectors on another process, where rounding differs: fit it "
+                "on one process, or on machines of the same kind"
             )
         self._lanczos.add(self._sum)
         self._n_passes += 1
@@ -107,7 +108,7 @@ def _sizes(P: int, rank: int, outputs: int) -> tuple[int, int, int]:
 
 
 def n_vectors(P: int, rank: int, outputs: int) -> int:
-    """The number of vectors that a fit holds: the basis, the next block, its product, and the result."""
+    """The number of vectors that a fit keeps in memory: the basis, the next block, its product, and the result."""
     rank, width, most = _sizes(P, rank, outputs)
     return most + 3 * width + rank
 
@@ -116,11 +117,11 @@ class BlockLanczos:
     """Call `add` with the product of `H` and `block` until `finished`.
 
     Args:
-        size: of the matrix.
+        size: the size of the matrix.
         rank: the number of eigenpairs.
-        width: of a block.
+        width: the number of vectors in a block.
         most: the largest number of vectors in the basis.
-        seed: of the random vectors, which are the same on every process and device.
+        seed: the seed of the random vectors, which are the same on every process and device.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class BlockLanczos:
 
     @property
     def rounding(self) -> float:
-        """Smaller eigenvalues cannot be told from rounding."""
+        """Eigenvalues below this value are indistinguishable from rounding."""
         t, _ = self._ritz()
         return max(-2 * float(t[-1]), 4 * self._eps * float(t[0]))
 
@@ -191,7 +192,7 @@ class BlockLanczos:
         return (rest / t.clamp(min=torch.finfo(t.dtype).tiny))[: self._rank]
 
     def _has_converged(self) -> bool:
-        """Only for `rank` pairs: with fewer, more may be missing."""
+        """Whether `rank` eigenpairs have converged. If there are fewer, some may be missing."""
         t, _ = self._ritz()
         if len(t) < self._rank or t[self._rank - 1] <= self.rounding:
             return False

@@ -2,8 +2,8 @@
 
 The sharded network runs forward and backward unchanged. Hooks record each layer's input `a` and the graph edge of its
 output, and one backward pass gives the gradients `g` there. Then, layer by layer, the squared per-example gradients
-`(gₙ aₙᵀ)²` are summed over the examples of all processes, and each process keeps the part of its weights. A process
-therefore holds shards, activations, and the whole diagonal of one layer at a time.
+`(gₙ aₙᵀ)²` are summed over the examples of all processes, and each process keeps the part for its weights. A process
+therefore stores only shards, activations, and the whole diagonal of one layer at a time.
 
 The gradient `g aᵀ` does not depend on the weights: the rules of `layers` run on a copy of the layer with zero weights.
 This holds for linear layers, convolutions, norms and embeddings; other layers raise an error that names them.
@@ -41,7 +41,7 @@ _WAY_OUT = "freeze it, or use L2MCallback, subset='last_layer' or strategy='ddp'
 
 
 def check_layers(network: nn.Module) -> None:
-    """Raise an error, before training, for trainable weights whose gradients no hook sees."""
+    """Raise an error, before training, for trainable weights with gradients that no hook sees."""
     modules = dict(unwrap_output(network).named_modules())
     owners: dict[nn.Parameter, str] = {}
     for name, p in unwrap_output(network).named_parameters(remove_duplicate=False):
@@ -74,7 +74,7 @@ class ShardedDiagonalSum:
         self._pass.begin(self._sum)
 
     def add(self, x: Any, y: Tensor, counts: bool = True) -> None:
-        """Add a batch. One that does not count only keeps this process in step with those that have data left."""
+        """Add a batch. With `counts=False` it only keeps this process in step with those that have data left."""
         network = self._sum.network
         try:
             with torch.inference_mode(False), borrowed(network, self._sum.subset.names):
@@ -104,7 +104,7 @@ class ShardedDiagonalSum:
 
 
 class LayerDiagonals(BatchSum):
-    """The diagonal of this process's shards, layer by layer. Each layer is added over processes with its batch."""
+    """The diagonal of this process's shards, layer by layer. A layer is summed over processes batch by batch."""
 
     learns_likelihood = False
 

@@ -1,8 +1,9 @@
 """The operations of one forward pass, with their inputs, outputs and vector–Jacobian products.
 
 A `TorchFunctionMode` sees each operation as the author of the network wrote it: `F.softsign` is one operation. Autograd
-builds its graph alongside; it knows which tensors depend on the parameters and has the backward pass of each operation.
-The network computes the same as without the tape. If it overwrites a tensor in place, the tape keeps the old values.
+builds its graph at the same time: it knows which tensors depend on the parameters, and has the backward pass of each
+operation. The network computes the same as without the tape. If it overwrites a tensor in place, the tape keeps the old
+values.
 
 Two small batches show how each tensor relates to the examples: it has a row for each example, or the entries of an
 example lie elsewhere (time first, positions merged into the batch), or all examples share it.
@@ -31,7 +32,7 @@ from lightning_bayes.network.private import pytree
 
 
 class RuleError(CurvatureError):
-    """No rule carries a diagonal through an operation; the message names it."""
+    """No rule propagates a diagonal through an operation; the message names it."""
 
 
 @dataclass(eq=False)
@@ -60,7 +61,7 @@ class Op:
         return self.args[position] if position is not None and len(self.args) > position else default
 
     def run(self, replacements: dict[int, Tensor]) -> list[Tensor]:
-        """The outputs with some inputs, by their `id`, replaced by other tensors."""
+        """Run the operation with some inputs, given by `id`, replaced by other tensors."""
         args, kwargs = replace_tensors((self.args, self.kwargs), replacements)
         returned = tensors(self.func(*args, **kwargs))
         return [returned[place] for place in self.places]
@@ -124,7 +125,7 @@ class Tape(TorchFunctionMode):
         self._known = {id(p): p for p in parameters}  # kept alive, because ids are reused
         self._overwritten: dict[
             int, tuple[Tensor, str]
-        ] = {}  # through another tensor on the same memory; with the operation's name
+        ] = {}  # through another tensor on the same memory, with the operation's name
         self._running = running
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,7 +159,7 @@ class Tape(TorchFunctionMode):
         places = [i for i, t in enumerate(returned) if t.requires_grad and id(t) not in unchanged]
         if places:
             outputs = [returned[i] for i in places]
-            args, kwargs = replace_tensors((args, kwargs), {})  # a copy: a list may grow after it was concatenated
+            args, kwargs = replace_tensors((args, kwargs), {})  # a copy, because a list may grow after its use
             self._add(Op(func, args, kwargs, name, outputs, places, tracked, versions, not written, self._where()))
         return result
 
@@ -186,7 +187,7 @@ class Tape(TorchFunctionMode):
         if id(t) in self._overwritten:
             name = self._overwritten[id(t)][1]
             raise RuleError(
-                f"{name}{self._where()} writes in place into memory of another tensor that is used afterwards: use an "
+                f"{name}{self._where()} writes in place into the memory of a tensor that is used afterwards: use an "
                 "operation that makes a new tensor, or hessian='exact'"
             )
         if id(t) in self._known:
@@ -216,7 +217,7 @@ class Tape(TorchFunctionMode):
         return copies
 
     def _replace(self, copies: dict[int, Tensor], target: Tensor, name: str) -> None:
-        """Replace the recorded tensors by their copies."""
+        """Replace the recorded tensors with their copies."""
         for op in self._ops:
             before = op.all_tensors
             if any(id(t) in copies for t in before):
@@ -272,7 +273,7 @@ def _target(name: str, args: Any, kwargs: Any) -> Tensor | None:
 
 
 def _out_of_place(func: Any, name: str) -> Callable[..., Any] | None:
-    """The operation that returns in a new tensor what this one writes in place."""
+    """The version of an in-place operation that returns a new tensor."""
     if not name.endswith("_"):
         return func
     owners = [owner for owner in (Tensor, torch, F) if hasattr(owner, name) and hasattr(owner, name[:-1])]

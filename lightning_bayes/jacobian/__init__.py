@@ -1,1 +1,1 @@
-"""The inside of a network: its layers and their calls, gradients at their outputs, and products with the Jacobian."""
+"""The layers of a network: their calls, the gradients at their outputs, and products with the Jacobian."""

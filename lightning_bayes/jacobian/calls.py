@@ -1,4 +1,4 @@
-"""The calls of a network's layers: `F.conv2d(x, W, b, stride=2)` is a `Convolution`, and a `Recorder` keeps each
+"""The calls of a network's layers: `F.conv2d(x, W, b, stride=2)` is a `Convolution`, and a `Recorder` stores each
 layer's input and the graph edge of its output.
 
 Module hooks miss weights that are used by functional calls, such as `F.linear(x, self.w)` or the packed projections of
@@ -29,7 +29,8 @@ _ATTENTION = F.multi_head_attention_forward
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """A tensor as an operation saw it. If it is overwritten in place later, its values must not be used."""
+    """A tensor as it was when an operation used it. If it is overwritten in place later, its values must not be
+    used."""
 
     tensor: Tensor
     number: int
@@ -157,7 +158,7 @@ class Recorder(TorchFunctionMode):
             self.calls.append(Call(layer.kind, weight, bias, layer, edge, z.shape, Version.of(x)))
 
     def _shared_table(self, arguments: dict[str, Any]) -> str | None:
-        """The name of an embedding whose rows belong to no single example."""
+        """The name of an embedding whose rows all examples share, or None."""
         rows, ids = self._rows(arguments["weight"]), arguments["input"]
         if self._size == 1 or rows is None:
             return None
@@ -170,7 +171,7 @@ class Recorder(TorchFunctionMode):
 
     def _attention(self, args: Any, kwargs: Any) -> Any:
         """Attention as four linear layers around a call without parameters. PyTorch still handles masks and options:
-        the inner call gets identity projections, which change no number."""
+        the inner call gets identity projections, which change no value."""
         bound = bind(_ATTENTION, args, kwargs)
         a = bound.arguments
         E = a["embed_dim_to_check"]
@@ -189,7 +190,7 @@ class Recorder(TorchFunctionMode):
     def _linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: slice = slice(None), biased: slice = slice(None)
     ) -> Tensor:
-        """A linear layer with selected rows of the weight and of the bias."""
+        """Run and record a linear layer with selected rows of the weight and of the bias."""
         part = weight if out == slice(None) else weight[out]
         z = F.linear(x, part, bias if bias is None or biased == slice(None) else bias[biased])
         self._record(F.linear, {"input": x, "weight": part}, z, self._rows(weight, out), self._rows(bias, biased))
@@ -281,7 +282,7 @@ def make_layer(func: Any, arguments: dict[str, Any], keep_graph: bool = False) -
 
 
 def as_tuple(value: Any, n: int) -> tuple[int, ...]:
-    """An option with one number per dimension, or one for all `n`."""
+    """Convert an option, which has one number per dimension or one for all `n`, to a tuple."""
     values = (value,) * n if isinstance(value, int) else tuple(value)
     return values * n if len(values) == 1 else values
 
@@ -310,7 +311,7 @@ def _signature(func: Any) -> inspect.Signature:
 
 
 def _product_arguments(given: dict[str, Any]) -> dict[str, Any] | None:
-    """`x @ W`; what `addmm` adds to it is a bias if it is a vector."""
+    """`x @ W`. The term that `addmm` adds is a bias if it is a vector."""
     if given.get("alpha", 1) != 1:
         return None
     if "mat1" not in given:

@@ -1,9 +1,10 @@
 """Checks of a network's outputs, of the batches of a pass, and of the order of several passes.
 
 Reading a value forces a device sync. So `BatchChecks` keeps a few numbers of each batch on the device; it reads those
-of the first batch at once, and later those of many batches together.
+of the first batch at once, and later those of many batches at a time.
 
-`PassOrder` checks that several passes see the same examples in the same order, by one number of each pass's outputs:
+`PassOrder` checks that several passes see the same examples in the same order, by comparing one number from the outputs
+of each pass:
 
     Σₙ Σ_c cos(n + √2 c) fₙ_c,
 
@@ -24,7 +25,7 @@ from lightning_bayes.network import CurvatureError, DataError, Processes, inputs
 from lightning_bayes.network.float64 import float64_device, in_float64
 from lightning_bayes.network.output import network_name
 
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # between two ways to compute a number; 16-bit: 0.1
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # between two computations of a number; for 16-bit types 0.1
 CHECK_INTERVAL = 64  # batches between two reads
 SAME_ORDER = "the same examples in the same order in each pass"
 ORDER_REMEDY = "pass a loader with shuffle=False and without random transforms, or use curvature='ggn'"
@@ -65,7 +66,7 @@ def check_examples_apart(network: nn.Module, f: Tensor, in_batch: Tensor) -> Non
         kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
         modules = network.named_modules()
         norms = [name for name, norm in modules if isinstance(norm, kinds) and norm.running_mean is None]
-        culprit = f"{', '.join(norms)}: batch norm without running statistics" if norms else "or is it random?"
+        culprit = f"{', '.join(norms)}: batch norm without running statistics" if norms else "or the network is random"
         raise CurvatureError(
             f"the output of {network_name(network)} for one example depends on another example of the batch "
             f"({culprit}); curvature needs independent examples"
@@ -93,8 +94,8 @@ class BatchChecks:
     """Checks of the outputs, inputs and targets of a pass's batches.
 
     Args:
-        overflowing: Returns the name of a parameter whose sums are not finite, if there is one.
-        unit: The name of what is counted, for messages.
+        overflowing: A function that returns the name of a parameter whose sums are not finite, or None.
+        unit: What messages call a batch.
     """
 
     def __init__(
@@ -105,11 +106,11 @@ class BatchChecks:
         self._last_recorded = -1
         self._pending: Tensor | None = None  # four numbers of each batch that is not read yet [CHECK_INTERVAL, 4]
         self._outputs = torch.empty(0, device="cpu")  # with the outputs' shape and dtype, but without examples
-        self._nonfinite_input: int | None = None  # the first batch with one
+        self._nonfinite_input: int | None = None  # the first batch with such an input
 
     def add(self, x: Any, f: Tensor, y: Tensor) -> Tensor:
-        """Record a batch, and return the targets with zeros in place of invalid ones, which must not break the code
-        before the next read. Only the first call for a batch counts: its examples may follow one by one."""
+        """Record a batch, and return the targets with zeros instead of invalid ones, so that the code runs until the
+        next read. Only the first call for a batch counts; further calls may pass its examples one by one."""
         check_fit(self._likelihood, f, y)
         if self._last_recorded == self._count:
             return y
@@ -142,13 +143,13 @@ class BatchChecks:
                 self._nonfinite_input = batch
         if self._nonfinite_input is not None and (name := self._overflowing()) is not None:
             raise DataError(
-                f"{self._unit} {self._nonfinite_input}: its input has NaN or infinite values, with which the "
+                f"{self._unit} {self._nonfinite_input}: its input has NaN or infinite values, so the "
                 f"curvature of {name} is not finite"
             )
 
 
 class FirstWrong:
-    """Numbers that describe the first wrong one of many batches."""
+    """Numbers that describe the first bad batch of many."""
 
     def __init__(self) -> None:
         self._pending: Tensor | None = None
@@ -204,7 +205,7 @@ class PassOrder:
 
     def is_same(self, processes: Processes, device: torch.device) -> bool:
         """Whether the last pass had the order of the first one, on all processes. The tolerance is the square root of
-        the rounding error: in float32, two of 100,000 examples that change places exceed it ten times."""
+        the rounding error: in float32, swapping two of 100,000 examples exceeds it tenfold."""
         if not self._is_sampled:
             return True
         first, last = numbers = torch.stack([self._passes[i].to(float64_device(device)) for i in (0, -1)])

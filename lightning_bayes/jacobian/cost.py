@@ -1,4 +1,4 @@
-"""What a fit and a prediction cost, in forward passes of the same data, before anything is fitted.
+"""The estimated cost of a fit and of a prediction, in forward passes of the same data.
 
 One forward and one backward pass of a few examples are counted in multiplications. The rest follows from the sizes of
 each layer: `O × I` weights that `T` positions share, and `K` columns of the output Fisher (the outputs of an example).
@@ -8,10 +8,10 @@ Per example, the multiplications of a prediction with a Kronecker posterior are
     + T I² + K T O²                                               rotating inputs and output gradients
     + min(T(T+1)/2 · I O + K T² O + K² T O,  K T O I + K² O I)    covariances from position pairs or Jacobians,
 
-and, for an exact block of `p` weights, `K p² + K² p`. A fit takes the backward passes, that of the loss, and the
+and, for an exact block of `p` weights, `K p² + K² p`. A fit takes the backward passes, one more for the loss, and the
 products of the factors, `T I² + K T O²`. Its eigendecompositions of about `10 d³` do not grow with the data.
 
-How well an operation uses a processor differs. `WEIGHTS` has one number for each kind of work, from measurements of six
+Operations differ in how well they use a processor. `WEIGHTS` has one factor for each kind of work, measured on six
 networks (`benchmarks/cost.py`); `ACTIVATION` is the work of an output of a layer, relative to a multiplication.
 """
 
@@ -33,13 +33,14 @@ from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
 
 ACTIVATION = 33.0
-LARGEST_EXACT = 1024  # weights of an exact dense block; larger ones are diagonal
+LARGEST_EXACT = 1024  # the most weights of an exact dense block; larger blocks are diagonal
 WEIGHTS = {"backward": 0.7, "rotate": 0.9, "covariance": 3.7, "exact": 25.0, "decompose": 0.4}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """In forward passes of the same examples; `decompose` in forward passes of one example, once per fit."""
+    """The cost in forward passes of the same examples. `decompose` counts forward passes of one example, once per
+    fit."""
 
     predict: float
     fit: float
@@ -48,7 +49,7 @@ class Cost:
     n_weights: int
 
     def epochs(self, n_data: int) -> float:
-        """The fit of `n_data` examples in plain training epochs, each worth three forward passes."""
+        """The cost of fitting `n_data` examples, in training epochs of three forward passes each."""
         return (self.fit + self.decompose / max(n_data, 1)) / 3
 
 
@@ -76,7 +77,7 @@ def estimate_cost(network: nn.Module, x: Any, subset: Subset, sampled: bool = Fa
 
 
 def count_work(network: nn.Module, x: Any, plan: Plan, columns: int, activation: float = ACTIVATION) -> Work:
-    """`network` must be borrowed; a fit takes this many `columns` of the output Fisher."""
+    """Count the work for a borrowed network. A fit takes this many `columns` of the output Fisher."""
     B, parameters = 2, plan.subset.parameters(network)
     few = inputs.few(network, x, B)
     B = inputs.batch_size(few)
@@ -116,7 +117,7 @@ def count_work(network: nn.Module, x: Any, plan: Plan, columns: int, activation:
 
 @contextmanager
 def _unfused(network: nn.Module) -> Iterator[None]:
-    """Recurrent layers without their fused kernels, whose multiplications are not counted."""
+    """Turn off the fused kernels of recurrent layers, because their multiplications are not counted."""
     if not any(isinstance(module, nn.RNNBase) for module in network.modules()):
         yield
         return
@@ -131,7 +132,7 @@ def _positions(calls: list[Call], shape: torch.Size | tuple[int, ...], B: int) -
 
 
 def _add_exact(predict: dict[str, float], fit: dict[str, float], p: int, T: float, K: int, columns: int) -> None:
-    """A block of `p` weights: dense if it is small, otherwise diagonal."""
+    """Add an exact block of `p` weights: dense if it is small, otherwise diagonal."""
     dense = p <= LARGEST_EXACT
     predict["exact"] += K * T * p + K**2 * p + (K * p**2 if dense else 0)
     fit["exact"] += columns * p * (T + (p if dense else 1))

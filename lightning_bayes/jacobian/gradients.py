@@ -1,5 +1,5 @@
-"""Vector–Jacobian products: of the columns of the outputs' curvature at every layer's output, and per example for
-parameters without a rule.
+"""Vector–Jacobian products with the columns of the output curvature: at every layer's output and, for parameters
+without a rule, per example.
 
 Both are vectorised if PyTorch has batching rules for every operator of the network. Otherwise (custom functions, fused
 recurrent kernels) they switch to a loop for the rest of the fit. The columns are a root of the curvature,
@@ -48,7 +48,7 @@ class LayerGradients:
     def __init__(self, create_graph: bool = False) -> None:
         self._create_graph = create_graph
         self._batched = True
-        self._checked: set[tuple[int, torch.Size]] = set()  # numbers of columns and output shapes that were right
+        self._checked: set[tuple[int, torch.Size]] = set()  # numbers of columns and output shapes that passed the check
         self._buffers: list[Tensor] = []
 
     def __call__(self, f: Tensor, calls: list[Call], columns: Tensor, plain: bool = False) -> list[Tensor]:
@@ -208,8 +208,8 @@ class ParameterGradients:
 def disagreeing(
     gradients: Sequence[Tensor | None], outputs: list[Tensor], inputs: list[Any], columns: list[Tensor]
 ) -> list[int]:
-    """The inputs at which batched gradients disagree with autograd: a random combination of the columns must have the
-    same combination of their gradients."""
+    """The inputs at which batched gradients disagree with autograd: a random combination of columns must give the same
+    combination of gradients."""
     r = random_numbers(len(columns[0]), like=columns[0])
     combined = [torch.tensordot(r.to(c), c, dims=1) for c in columns]
     true = torch.autograd.grad(outputs, inputs, combined, retain_graph=True, allow_unused=True)
@@ -229,13 +229,13 @@ def quiet() -> Iterator[None]:
 
 
 CURVATURES = ("auto", "ggn", "fisher_mc", "empirical_fisher")
-FEW = 64  # outputs of an example with several positions up to which "auto" is exact
-SLOW = 1000  # outputs of such an example from which exact columns are worth a warning
+FEW = 64  # the most outputs of an example with several positions for which "auto" is exact
+SLOW = 1000  # outputs of such an example above which exact columns give a warning
 
 
 def choose_curvature(curvature: str, likelihood: Likelihood, shape: torch.Size, trial: bool = False) -> str:
-    """The curvature that "auto" means for outputs of this shape. A `trial` does not wait for the exact columns of an
-    image. Coupled outputs have one column per measurement, so they count as few."""
+    """Resolve "auto" for outputs of this shape. A `trial` run skips the exact columns of an image, which are slow.
+    Coupled outputs have one column per measurement, so they count as few."""
     dense, outputs = len(shape) > 2 and shape[2:].numel() > 1, shape[1:].numel()
     dense = dense and not likelihood.couples_outputs
     if curvature == "auto" and dense and outputs > FEW:
@@ -263,7 +263,7 @@ def output_columns(
 ) -> Iterator[Tensor]:
     """Columns for the whole batch, at most `size` at a time.  # [k, *f.shape]"""
     if curvature == "ggn" and likelihood.has_diagonal_fisher:
-        # One output per column, `√d`: the whole root would have the square of an image's size.
+        # Each column has a single output, `√d`. The whole root would need the square of an image's size.
         root = likelihood.fisher_diagonal(f, y).sqrt().reshape(1, len(f), 1, -1)
         return (columns.reshape(-1, *f.shape) for columns in root_columns(root, size))
     if curvature == "ggn":

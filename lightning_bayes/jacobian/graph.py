@@ -1,16 +1,15 @@
 """The autograd graph behind an output: which layers it depends on, how often it uses each parameter, and which rows of
 a layer's output belong to which example.
 
-No operation tells whose a row is: positions may be merged into the batch, examples sorted by length, sets of different
-sizes packed, or rows routed to experts. `find_rows` determines it for each batch in one of three ways, the cheapest
-first:
+No operation says which example a row belongs to: a network may merge positions into the batch, sort examples by length,
+pack sets of different sizes, or route rows to experts. `find_rows` tries three ways for each batch, the cheapest first:
 
 - A single example owns all rows.
 - If every operation of the graph is known to keep examples in their rows (`keeps_rows`), so do the layers.
-- Otherwise gradients tell. Let `g` be the gradient of `Σ cₙfₙ`, with random `c`, at a layer's output, and `g'` the
-  gradient of `Σ wₙcₙfₙ`. A row that belongs only to example `n` has `g' = wₙ g`. The weights `w` are signed powers of
-  two: scaling by them is exact, and they are far apart, so the ratio identifies the example. A row without a gradient
-  adds nothing to any curvature and may belong to any example.
+- Otherwise gradients identify the rows. Let `g` be the gradient of `Σ cₙfₙ`, with random `c`, at a layer's output, and
+  `g'` the gradient of `Σ wₙcₙfₙ`. A row that belongs only to example `n` has `g' = wₙ g`. The weights `w` are signed
+  powers of two: scaling by them is exact, and they are far apart, so the ratio identifies the example. A row without a
+  gradient adds nothing to any curvature and may belong to any example.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def once_differentiable_functions(f: Tensor) -> list[str]:
 
 
 def has_missing_derivative(f: Tensor) -> bool:
-    """Whether a backward pass through the graph of `f` would fail for lack of a formula."""
+    """Whether a backward pass through the graph of `f` would fail because a formula is missing."""
     return f.requires_grad and any(node.name() == _MISSING for node in uses(f))
 
 
@@ -99,8 +98,8 @@ def check_norms(f: Tensor) -> None:
     names = {node.name() for node in nodes if saved(node, "training", True)} & _WRONG_SECOND_DERIVATIVE
     if names:
         raise CurvatureError(
-            f"PyTorch is wrong in the second derivatives of {min(names).partition('Backward')[0]}, so there is no "
-            "gradient in x: call it by torch.nn.functional, outside a scripted module, or use predictive='bnn' or 'map'"
+            f"PyTorch's second derivatives of {min(names).partition('Backward')[0]} are wrong, so there is no gradient "
+            "in x: call it from torch.nn.functional, outside a scripted module, or use predictive='bnn' or 'map'"
         )
 
 
@@ -145,7 +144,7 @@ def _keeps_rows(node: Node, B: int) -> bool:
 
 
 def _is_constant(node: Node | None) -> bool:
-    """Whether a node is a parameter, a transposed one, or has no gradient."""
+    """Whether a node is a parameter or a transposed one, or has no gradient."""
     if node is not None and node.name() == "TBackward0":
         node = node.next_functions[0][0]
     return node is None or node.name() == _LEAF
@@ -155,8 +154,8 @@ _EXPONENTS = {torch.float64: 256, torch.float16: 4}  # powers of two that do not
 
 
 def find_rows(f: Tensor, calls: list[Call], certain: bool) -> list[Rows | None]:
-    """The rows of each call of a batch, or None if a row has several owners. They are `certain` if the graph of the
-    output `f` keeps rows."""
+    """The rows of each call of a batch, or None if a row belongs to several examples. They are `certain` if the graph
+    of the output `f` keeps rows."""
     B = len(f)
     if B == 1:
         return [all_rows(call) for call in calls]
@@ -201,7 +200,7 @@ def _rows(call: Call, gradients: list[Tensor | None], B: int, base: int) -> Rows
 
 
 def _owners(g: Tensor, weighted: list[Tensor], B: int, base: int) -> Tensor | None:
-    """The example of each row, -1 for a row without a gradient; None if a row has several.  # [R, ...] -> [R]"""
+    """The example of each row, -1 for a row without a gradient; None if a row belongs to several.  # [R, ...] -> [R]"""
     size, place = g.abs().max(1, keepdim=True)  # [R, 1]
     alive = size.squeeze(1) > 0
     owners, pure = torch.zeros_like(place.squeeze(1)), torch.ones_like(alive)
@@ -221,7 +220,7 @@ def _owners(g: Tensor, weighted: list[Tensor], B: int, base: int) -> Tensor | No
 
 
 def _axes(shape: torch.Size, B: int) -> list[BatchAxis]:
-    """The possible axes for a shape, the plainest first."""
+    """The possible axes for a shape, the simplest first."""
     merged = [(dim, size // B) for dim, size in enumerate(shape) if size and size % B == 0]
     axes = [BatchAxis(dim, repeats, apart) for dim, repeats in merged for apart in (False, True)[: min(repeats, 2)]]
     return sorted(axes, key=lambda axis: axis.repeats > 1)

@@ -16,7 +16,7 @@ to the layer's *output*:
 | embedding              | 1        | tokens                  | one-hot of the vocabulary |
 | norm (scale and shift) | channels | pixels or tokens        | the normalised input      |
 
-`Rows` tell which rows of a layer's output belong to which example: an axis or, without a pattern, an index.
+`Rows` say which rows of a layer's output belong to which example: an axis or, if there is no pattern, an index.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor
 from lightning_bayes.jacobian.patches import Patches, pad, patch_gram, transposed_patches
 from lightning_bayes.structures import Piece
 
-LARGEST_VOCABULARY = 4096  # for which a bag of words has a Kronecker block
+LARGEST_VOCABULARY = 4096  # the largest for which a bag of words has a Kronecker block
 STRIP = 2**23  # bytes of a convolution's patches that are built at a time
 
 
@@ -49,7 +49,7 @@ class Layer(ABC):
         """# [G, B, T, I]"""
 
     def strips(self, examples: slice, axis: Rows) -> Iterator[Tensor]:
-        """The inputs in strips of positions, if all at once would need much memory.  # [G, b, t, I]"""
+        """The inputs, in strips of positions if they need much memory.  # [G, b, t, I]"""
         yield self.inputs(axis)[:, examples]
 
     def inputs_at(self, columns: Tensor, axis: Rows) -> Tensor:
@@ -57,7 +57,7 @@ class Layer(ABC):
         return self.inputs(axis).index_select(-1, columns)
 
     def inputs_times(self, Q: Tensor, bias: Tensor | None, axis: Rows) -> Tensor:
-        """`aQ + bias` in one product for all examples; a batched one would copy `Q` for each.
+        """`aQ + bias` in one product for all examples; a batched product would copy `Q` for each.
         # [G, I, k], [G, 1, k] -> [G, B, T, k]"""
         a = self.inputs(axis)
         rows = a.flatten(1, 2).to(Q.dtype)
@@ -75,7 +75,7 @@ class Layer(ABC):
     @property
     @abstractmethod
     def weight(self) -> Piece:
-        """The stored weight as `(G, O, I…)`, or another shape and the permutation that makes it so."""
+        """How the weight is stored: as `(G, O, I…)`, or in another shape with the permutation to this one."""
 
     def input_gram(self) -> tuple[Tensor, Tensor, int] | None:
         """`Σ aaᵀ`, `Σ a` and the number of positions, or None if `inputs` is the fastest way."""
@@ -116,7 +116,7 @@ class EmbeddingBag(MatrixProduct):
 
     @property
     def kronecker(self) -> bool:  # type: ignore[override]
-        """The input factor has an entry for each pair of words."""
+        """False for a large vocabulary: the input factor has an entry for each pair of words."""
         return self.weight_shape[0] <= LARGEST_VOCABULARY
 
 
@@ -185,7 +185,7 @@ class Convolution(Patched):
         return few.inputs(axis).index_select(-1, index * size + columns % size)
 
     def inputs_times(self, Q: Tensor, bias: Tensor | None, axis: Rows) -> Tensor:
-        """A convolution with other filters, without patches."""
+        """A convolution with `Q` as its filters, which needs no patches."""
         if axis != PLAIN:
             return super().inputs_times(Q, bias, axis)
         filters = Q.mT.reshape(-1, *self.weight_shape[1:])  # [G·k, C/G, *kernel]
@@ -246,7 +246,8 @@ class Embedding(Layer):
         return (one_hot if self.padding_idx is None else one_hot * (columns != self.padding_idx)).unsqueeze(0)
 
     def gradients(self, g: Tensor, axis: Rows) -> Tensor:
-        """Gradients, zero at padding: they reach no weight, and behind a normalisation they can be the largest."""
+        """The gradients, with zeros at padding tokens. Those affect no weight, but behind a normalisation they can be
+        the largest."""
         g = super().gradients(g, axis)
         if self.padding_idx is None:
             return g
@@ -321,7 +322,7 @@ class BatchAxis:
 @dataclass(frozen=True, eq=False)
 class RowIndex:
     """Rows without a pattern, as for sets of different sizes or rows routed to experts. The first `dims` dimensions of
-    the output count as one. Examples with fewer rows are filled up with zeros, which add nothing to a gradient."""
+    the output count as one. Examples with fewer rows are padded with zeros, which add nothing to a gradient."""
 
     dims: int
     index: Tensor  # [B, T], one past the last row where an example has no more

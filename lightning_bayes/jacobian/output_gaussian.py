@@ -3,9 +3,8 @@
 
 The Jacobian `[B, C, P]` is not built. Each layer's block of `P` adds a term that needs only the layer's inputs and
 output gradients (see `structures.output_covariance`). A prior changes only eigenvalues, so several priors share one
-backward pass. For a matrix of low rank, the term of its diagonal is corrected by its few columns (`JacobianColumns`).
-Only a full matrix, or one whose blocks do not match the layers of this pass, needs the whole Jacobian, a few examples
-at a time.
+backward pass. For a low-rank matrix, a few columns correct the term of its diagonal (`JacobianColumns`). Only a full
+matrix, or one whose blocks do not match the layers of this pass, needs the whole Jacobian, a few examples at a time.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ def output_gaussian(
             outputs of the batch, or "marginal" for variances `[B, C]`, which build nothing of size `C²`.
         differentiable: Whether the results keep their graph to `x` and to the weights.
         approximate: Whether several precisions that differ only by scalar priors share sums over groups of eigenvalues
-            (see `structures.output_covariance`). Tens of them then cost less than two, with an error of some
-            tenths of a per cent. What has no such groups (EKFAC, grouped convolutions, one prior per parameter, "joint"
-            covariances, a single precision) stays exact.
-        observe: Gets every pass, in the order of the examples, before its backward pass.
+            (see `structures.output_covariance`). Tens of precisions then cost less than two exact ones, with an error
+            of a few tenths of a percent. Cases without such groups (EKFAC, grouped convolutions, one prior per
+            parameter, "joint" covariances, a single precision) stay exact.
+        observe: Called with every pass, in the order of the examples, before its backward pass.
     """
     B = inputs.batch_size(x)
     _check_size(B, plan.n_outputs, form)
@@ -108,8 +107,8 @@ def _one_by_one(
     approximate: bool,
     observe: Observer | None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """For examples that share rows of a layer: a single example owns all rows. Covariances between examples need the
-    whole Jacobian."""
+    """Run examples that share rows of a layer one at a time, so that each owns all rows. Covariances between examples
+    need the whole Jacobian."""
     examples = inputs.take_each(network, x)
     if form != "joint":
         means, covariances = _concatenated(
@@ -136,7 +135,7 @@ def _concatenated(parts: list[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, lis
 
 
 def selected_covariances(network: nn.Module, plan: Plan, precision: Structure, x: Any, outputs: Tensor) -> Tensor:
-    """The covariances of some outputs of each example, by their numbers `outputs` `[B, m]`.  # [B, m, m]"""
+    """The covariances of some outputs of each example, with the indices `outputs` `[B, m]`.  # [B, m, m]"""
     B, m = outputs.shape
     few = max(1, 4 * MEMORY // (8 * m * max(plan.n_activations, plan.n_outputs, 1)))
     if few < B:
@@ -155,7 +154,7 @@ def selected_covariances(network: nn.Module, plan: Plan, precision: Structure, x
 
 
 class LayerJacobian(Jacobian):
-    """The Jacobian with a plan, which also gives its rows and its factors, layer by layer."""
+    """The Jacobian with a plan, which also computes rows and factors, layer by layer."""
 
     def __init__(self, network: nn.Module, plan: Plan, x: Any, differentiable: bool = False) -> None:
         B, parameters = inputs.batch_size(x), plan.subset.parameters(network)
@@ -182,7 +181,7 @@ class LayerJacobian(Jacobian):
         return self.gradients_along(picks.reshape(-1, 1, *f.shape[1:]).expand(-1, *f.shape))
 
     def gradients_along(self, columns: Tensor) -> OutputGradients:
-        """The gradients of `K` sums of every example's outputs with these weights `[K, B, ...]`."""
+        """The gradients of `K` weighted sums of every example's outputs, with the weights `[K, B, ...]`."""
         f, matched = self.f, self.matched
         of_layers = self._layer_gradients(f, matched.used, columns, matched.plain) if matched.used else []
         return OutputGradients(self, len(columns), of_layers, self._unmatched(columns))
@@ -242,7 +241,7 @@ class OutputGradients:
 
     def _has_blocks(self, block_of: BlockFinder) -> bool:
         """Whether every layer of this pass has its own block. The plan of a prediction is made from a few examples; if
-        they leave open how a layer is used (an expert that none of them needs), it may differ from the fit's."""
+        they do not use a layer (such as an expert that none of them needs), it may differ from the fit's."""
         layouts = [self._plan.parameter_layout(name) for name in self._unmatched]
         layouts += [layer.layout for layer, _ in self._layers()]
         return all(block_of(layout) is not None for layout in layouts)

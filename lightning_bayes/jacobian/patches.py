@@ -4,8 +4,8 @@ They turn a convolution into a linear layer, `z[b, t, o] = Σ_i a[b, t, i] W[o, 
 offset). A transposed convolution is a convolution with flipped kernel and stride one, after zeros are inserted between
 the pixels of its input.
 
-Patches need the memory of the image times the number of kernel offsets, so they also come in strips of a few rows of
-output pixels.
+Patches need the memory of the image times the number of kernel offsets, so they can also be built in strips of a few
+rows of output pixels.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Patches:
     stride: Sequence[int]
     padding: Sequence[tuple[int, int]]  # before and after each dimension; a negative number crops
     dilation: Sequence[int]
-    spread: Sequence[int] | None = None  # the distance of pixels after zeros are inserted; None means one
+    spread: Sequence[int] | None = None  # the distance between pixels after zeros are inserted; None means one
     flipped: bool = False  # whether offsets count from the end
 
     def of(self, x: Tensor) -> Tensor:
-        """All patches at once."""
+        """Build all patches at once."""
         x = pad(_spread(x, self.spread), self.padding)
         n = len(self.kernel)
         for d in range(n):
@@ -42,7 +42,7 @@ class Patches:
         return x.flip(2) if self.flipped else x
 
     def strips(self, x: Tensor, size: int) -> Iterator[Tensor]:
-        """Patches of a few rows of output pixels at a time, at most `size` bytes or one row.  # [B, C, k, l]"""
+        """Build patches of a few rows of output pixels at a time, at most `size` bytes or one row.  # [B, C, k, l]"""
         rows, *others = self._positions(x)
         of_row = prod(x.shape[:2]) * prod(self.kernel) * prod(others) * x.element_size()
         step = max(1, size // max(1, of_row))
@@ -61,7 +61,7 @@ class Patches:
         before, s = self.padding[0][0], 1 if self.spread is None else self.spread[0]
         first = start * self.stride[0] - before
         last = (stop - 1) * self.stride[0] - before + self.dilation[0] * (self.kernel[0] - 1) + 1
-        low, high = max(0, -(-first // s)), min(x.shape[2], (last - 1) // s + 1)  # the pixels among them
+        low, high = max(0, -(-first // s)), min(x.shape[2], (last - 1) // s + 1)  # the pixels in these rows
         if low >= high:  # only zeros
             low, high = 0, 1
             x = torch.zeros_like(x[:, :, :1])

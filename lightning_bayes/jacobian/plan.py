@@ -7,8 +7,8 @@ example. Parameters that fail a check get exact per-example gradients. Each late
 Two more things are found by tracing: the last layer (`find_last_layer`), and the layers whose scale a normalisation
 removes (`normalised_layers`; tutorial, section 6, recommendation 2). If only a normalisation reads the output of a
 linear or convolution layer, directly and completely, multiplying the layer's weights by any `k > 0` does not change the
-network. Such weights have no scale that a shared prior could refer to. The graph shows it: only views lie between the
-layer's output and the normalisation, with one edge to each.
+network. Such weights have no scale that a shared prior could refer to. The graph shows whether this is so: only views
+may lie between the layer's output and the normalisation, with one edge to each.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ from lightning_bayes.network.output import network_name
 from lightning_bayes.network.subset import layer_of
 from lightning_bayes.structures import Layout, Piece
 
-PROBE = 32  # examples at most: enough to see most of the paths through a network
+PROBE = 32  # the most examples to trace: enough to see most of the paths through a network
 
 
 @dataclass(frozen=True)
 class LayerUse(Role):
-    """A layer with its parameters. If one forward pass calls it several times, the calls are further shared
-    positions."""
+    """A layer with its parameters. If one forward pass calls it several times, the calls count as shared positions."""
 
     kronecker: bool  # whether the block is approximated by a Kronecker product
     layout: Layout  # of [W b] in the concatenation of the subset's parameters
@@ -131,7 +130,7 @@ class Plan:
         return self.output_shape[1:].numel()
 
     def parameter_layout(self, name: str) -> Layout:
-        """The place of a whole parameter in the flat vector."""
+        """The position of a whole parameter in the flat vector."""
         shape = self.subset.shapes[self.subset.names.index(name)]
         return Layout.vector([(self.subset.starts[name], shape.numel())])
 
@@ -149,7 +148,7 @@ class Plan:
         covered = {rows.name: parameters[rows.name] for layer in self.layers for rows in layer.parameters}
         for name in _used_elsewhere(nodes, calls, covered):
             raise CurvatureError(
-                f"{name}: this batch uses the parameter in another way than the first examples did; make the network's "
+                f"{name}: this batch uses the parameter differently from the first examples; make the network's "
                 "path independent of the data, or leave this parameter out of the subset"
             )
         calls = [call for call in calls if call.output_shape.numel()]
@@ -195,7 +194,7 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     layers = [
         LayerUse(call.kind, call.weight, call.bias, call.layer.kronecker, _layout(call, subset))
         for key, call in roles.items()
-        # A weight must not have two roles, as an embedding tied to the output layer has.
+        # A weight with two roles, such as an embedding tied to the output layer, has no rule.
         if key not in mixed and all(sum(map(rows.overlaps, used)) == 1 for rows in call.parameters)
     ]
     wrong |= _disagreeing(subset, layers, calls, grads, true)
@@ -208,22 +207,22 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
 
 
 class PlanCache:
-    """Plans by the shapes of an input. Posteriors of one network may share them: a plan does not depend on the weights'
-    values."""
+    """A cache of plans by the shapes of the input. Posteriors of one network may share them: a plan does not depend on
+    the weights' values."""
 
     def __init__(self) -> None:
         self._plans: dict[tuple[torch.Size, ...], Plan] = {}
         self._shared: tuple[Any, Any] | None = None
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
-        """A value that depends on the network and on one object, such as the curvature; the last one is kept."""
+        """A value that depends on the network and on one object, such as the curvature. Only the last value is kept."""
         if self._shared is None or self._shared[0] is not key:
             self._shared = key, make()
         return self._shared[1]
 
     def find(self, x: Any) -> Plan | None:
-        """The plan for inputs with the shapes of `x`, if one was made. The outputs of a container depend on the
-        container, so its plan does not count."""
+        """The plan for inputs with the shapes of `x`, if one was made. The plan for a container is not reused, because
+        its outputs depend on the container."""
         return None if isinstance(x, inputs.Container) else self._plans.get(_shapes(x))
 
     def find_or_make(self, network: nn.Module, subset: Subset, x: Any) -> Plan:
@@ -382,7 +381,7 @@ def normalised_layers(network: nn.Module, x: Any, subset: Subset) -> tuple[str, 
 
 
 class _Marking(Recorder):
-    """Records layers, and marks what a normalisation reads by a view that nothing else uses."""
+    """Records layers, and marks the inputs of normalisations by views that nothing else uses."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__(parameters)
@@ -411,7 +410,7 @@ class _Marking(Recorder):
 
 
 def _is_norm_by_name(module: nn.Module) -> bool:
-    """Whether a module is called like a norm, has only vectors as parameters, and no children."""
+    """Whether a module is named like a norm, has only vectors as parameters, and has no children."""
     vectors = all(p.ndim <= 1 for p in module.parameters(recurse=False))
     return bool(_NORM_NAME.search(type(module).__name__)) and vectors and not any(True for _ in module.children())
 

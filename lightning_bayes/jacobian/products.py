@@ -2,8 +2,8 @@
 
 `push` computes `Jv` in forward mode or, if PyTorch lacks a forward-mode rule for an operator, as the derivative of
 `u ↦ Jᵀu`, which is linear in `u`. `pull` computes `Jᵀu` by a backward pass. Both take many vectors at once if every
-operator has a batching rule; in forward mode they share one pass of the network, and each costs two more products per
-layer, `W δh` and `δW h`.
+operator has a batching rule; in forward mode the vectors share one pass of the network, and each costs two more
+products per layer, `W δh` and `δW h`.
 
 Rules can be wrong, and forward mode ignores that the padding vector of a functional embedding has no gradient. So the
 two modes are checked against each other: `⟨u, Jv⟩ = ⟨Jᵀu, v⟩`. `FixedJacobian` is the operator at one input for
@@ -71,8 +71,8 @@ class Jacobian:
         return self._f
 
     def push(self, V: Tensor, forward: bool = True, batched: bool = True) -> Tensor:
-        """`Jv` of each row, in forward mode or by two backward passes, all at once or one after the other. An error if
-        an operator has no rule for that.  # [k, P] -> [k, B, ...]"""
+        """`Jv` of each row, in forward mode or by two backward passes, all at once or one after the other. Raises an
+        error if an operator has no rule for that.  # [k, P] -> [k, B, ...]"""
         directions = self._directions(V)
         if forward and batched:
             return self._together(directions)[1].detach()
@@ -99,7 +99,7 @@ class Jacobian:
             return gradients(U, U.shape[:1]) if batched else torch.stack([gradients(u, U.shape[:0]) for u in U])
 
     def value_and_push(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """`f(x)`, and `Jv` by itself, which the sum would round.  # [P] -> [B, ...]"""
+        """`f(x)` and `Jv` separately, because their sum would round `Jv`.  # [P] -> [B, ...]"""
         directions = self._directions(v)
         if self._backward is None:
             try:
@@ -122,7 +122,7 @@ class Jacobian:
         return f + Jv
 
     def linearised_many(self, V: Tensor) -> Tensor:
-        """`f(x) + Jv` of each row, all at once if that is right.  # [k, P] -> [k, B, ...]"""
+        """`f(x) + Jv` of each row, all at once if batching gives the right result.  # [k, P] -> [k, B, ...]"""
         if self._batches is None and len(V) > 1:
             self._batches = not self._differentiable and self._can_batch(V)
         if not self._batches or len(V) == 1:
@@ -173,7 +173,7 @@ class Jacobian:
         return f, Jv
 
     def _together(self, directions: Directions) -> tuple[Tensor, Tensor]:
-        """`f(x)`, which is the same for all, and `Jv` of many directions."""
+        """`f(x)`, which all directions share, and `Jv` of each direction."""
         with _forward_mode(self._recurrent), quiet():
             f, JV = vmap(self._jvp)(directions)
         return f, JV
@@ -187,7 +187,7 @@ class Jacobian:
         few = Jacobian(self._network, self._subset, x)
         r = random_numbers(k, like=V)
         exact = few.value_and_push(r @ V)[1]
-        if few._backward is not None:  # no forward mode, as the log says
+        if few._backward is not None:  # forward mode has failed, which is logged
             return False
         try:
             JV = few._together(few._directions(V))[1]
@@ -213,8 +213,8 @@ class Jacobian:
             check_norms(f)
         u = torch.zeros_like(f, requires_grad=True)
         neither = CurvatureError(
-            "an operator of the network has neither forward mode nor a backward that can be differentiated, so there "
-            "are no products with its Jacobian: use predictive='bnn', and another structure than 'lowrank'"
+            "an operator of the network supports neither forward mode nor double backward, so there are no products "
+            "with its Jacobian: use predictive='bnn', and a structure other than 'lowrank'"
         )
         if once_differentiable_functions(f):
             raise neither
@@ -272,7 +272,8 @@ class ProductWay:
         return self._ways[0]
 
     def find(self, compute: Callable[[bool, bool], Result | None]) -> Result:
-        """`compute(forward, batched)` in the first way that has a result; None is a wrong one."""
+        """The result of `compute(forward, batched)` for the first way that works. `compute` returns None for a wrong
+        result."""
         reason = ""
         while self._ways:
             try:
@@ -293,8 +294,8 @@ class ProductWay:
                     f"{'' if batched else ' for one vector at a time'}",
                 )
         raise CurvatureError(
-            "an operator of the network has neither forward mode nor a backward that can be differentiated "
-            f"({reason}), so there are no products with its Jacobian{self._way_out}"
+            f"an operator of the network supports neither forward mode nor double backward ({reason}), so there are no "
+            f"products with its Jacobian{self._way_out}"
         )
 
 
@@ -344,7 +345,7 @@ class FixedJacobian:
     def _borrowed(self) -> Iterator[Jacobian]:
         if not torch.equal(self._subset.flatten(self._network), self._weights):
             raise CurvatureError(
-                "the network's weights are not those that it was linearised at: load them again, or fit again"
+                "the network's weights have changed since it was linearised: load them again, or fit again"
             )
         with torch.inference_mode(False), borrowed(self._network, self._subset.names):
             yield Jacobian(self._network, self._subset, self._x)
@@ -357,7 +358,7 @@ class GGNProduct:
     def __init__(self, network: nn.Module, subset: Subset, n_activations: int) -> None:
         self._network, self._subset, self._n_activations = network, subset, n_activations
         self._way = ProductWay(": use structure='kron', 'diag' or 'full'")
-        self._checked: set[Any] = set()  # ways, numbers of vectors and shapes of outputs that were right
+        self._checked: set[Any] = set()  # ways, numbers of vectors and shapes of outputs that passed the check
         self._largest = 0.0
 
     def __call__(self, x: Any, f: Tensor, fisher: Fisher, V: Tensor) -> Tensor:

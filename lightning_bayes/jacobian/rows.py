@@ -45,7 +45,7 @@ class JacobianRows:
             layer.layout.scatter(layer.jacobian(calls, g), self.rows)
         else:
             chosen = self._chosen_in(layer.layout, self._mask)
-            if len(chosen.places):  # a layer whose weights are packed with others may have none
+            if len(chosen.places):  # a layer whose weights are packed with others may have no chosen weight
                 chosen.put(layer.inputs_at(calls, chosen.columns, g), g, self.rows)
 
     def add_parameter(self, name: str, J: Tensor, examples: slice) -> None:

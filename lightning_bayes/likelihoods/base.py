@@ -72,7 +72,7 @@ class Predictive:
         return replace(self, epistemic=T**2 * self.epistemic, aleatoric=T**2 * self.aleatoric)
 
     def with_mean(self, mean: Tensor) -> Predictive:
-        """With another mean and the same parts of the variance."""
+        """The same predictive with another mean and an unchanged variance."""
         return replace(self, mean=mean)
 
     @property
@@ -113,11 +113,13 @@ class ClassPredictive(Predictive):
         return self.mean
 
     def tempered(self, T: float) -> ClassPredictive:
-        """`p^(1/T)`, normalised: sharper for `T < 1`. The epistemic shares of variance and entropy do not change."""
+        """`p^(1/T)`, normalised: sharper for `T < 1`. The epistemic proportions of variance and entropy do not
+        change."""
         return self.with_mean((log_probability(self.probs) / T).softmax(1))
 
     def with_mean(self, mean: Tensor) -> ClassPredictive:
-        """With other probabilities, whose variance and entropy are split in the same shares."""
+        """The same predictive with other probabilities. Their variance and entropy are split in the same
+        proportions."""
         tiny = torch.finfo(mean.dtype).tiny
         variance = mean * (1 - mean)
         epistemic = variance * (self.epistemic / self.variance.clamp_min(tiny))
@@ -139,7 +141,7 @@ class ClassPredictive(Predictive):
 
 @dataclass(frozen=True)
 class LabelPredictive(ClassPredictive):
-    """The predictive distribution of independent yes/no labels: `probs` holds `p(y = 1)` of each label."""
+    """The predictive distribution of independent yes/no labels: `probs` is `p(y = 1)` of each label."""
 
     chooses_one_class = False
 
@@ -158,12 +160,12 @@ def _plogp(p: Tensor) -> Tensor:
 
 
 def log_probability(p: Tensor) -> Tensor:
-    """`log p`, also finite if a probability has underflowed to zero."""
+    """`log p`, finite even if a probability has underflowed to zero."""
     return p.clamp_min(torch.finfo(p.dtype).tiny).log()
 
 
 def log_odds(p: Tensor) -> Tensor:
-    """`log(p / (1 − p))`, also finite if a probability has been rounded to zero or one."""
+    """`log(p / (1 − p))`, finite even if a probability has been rounded to zero or one."""
     return p.logit(torch.finfo(p.dtype).eps)
 
 
@@ -171,7 +173,7 @@ class Likelihood(ABC):
     """`p(y | f)` of targets `y` given network outputs `f` (layouts `[B]`, `[B, C]`, `[B, C, *positions]`).
 
     Likelihoods are immutable and their methods are pure. Call `check` once per batch, where data enters. The other
-    methods repeat only its free checks, so targets never broadcast.
+    methods repeat only its cheap checks, so targets never broadcast.
     """
 
     name: ClassVar[str | None] = None  # identifies the class in files; not inherited by subclasses
@@ -242,14 +244,14 @@ class Likelihood(ABC):
 
     def wrong_target(self, target: float, f: Tensor) -> LikelihoodError:
         """The error for an impossible target."""
-        return LikelihoodError(f"{type(self).__name__} got the target {target:g}, which no output can have.")
+        return LikelihoodError(f"{type(self).__name__} got the target {target:g}, which is impossible for any output.")
 
     def n_targets(self, y: Tensor) -> Tensor:
         """The number of targets, without those marked by `ignore_index`."""
         return torch.tensor(y.numel(), device="cpu")
 
     def with_noise(self, noise_std: float | Tensor) -> Likelihood:
-        """This likelihood with another noise."""
+        """The same likelihood with another noise."""
         raise LikelihoodError(f"{type(self).__name__} has no noise_std to change.")
 
     def squared_error(self, f: Tensor, y: Tensor) -> Tensor | None:
@@ -424,12 +426,12 @@ class Likelihood(ABC):
 
     def _check_tensor(self, what: str, value: Any) -> None:
         if not isinstance(value, Tensor):
-            raise LikelihoodError(f"{type(self).__name__} needs {what} in a tensor, got {format_value(value)}.")
+            raise LikelihoodError(f"{type(self).__name__} needs {what} as a tensor, got {format_value(value)}.")
 
     def _check_shape(self, f: Tensor, y: Tensor, expected: tuple[int, ...]) -> None:
         """Raise an error unless `y` has the expected shape: broadcasting would silently change the model."""
         if y.shape != expected:
-            named = ", or name the classes' dimension with class_dim=" if self.chooses_one_class and f.ndim > 2 else ""
+            named = ", or set the class dimension with class_dim=" if self.chooses_one_class and f.ndim > 2 else ""
             raise LikelihoodError(
                 f"{type(self).__name__} needs targets of shape {list(expected)} for network outputs of shape "
                 f"{list(f.shape)}, got shape {list(y.shape)}; reshape the targets or the outputs so that they "

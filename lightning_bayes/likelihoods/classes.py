@@ -176,7 +176,7 @@ class Categorical(Likelihood):
         expected = (f.shape[0], *f.shape[2:])
         if y.shape == f.shape:
             raise LikelihoodError(
-                f"Categorical needs class numbers, targets of shape {list(expected)} for network outputs of shape "
+                f"Categorical needs targets of shape {list(expected)} with class indices for network outputs of shape "
                 f"{list(f.shape)}, got shape {list(y.shape)}; use likelihood='binary' if an example may have several "
                 "labels, or y.argmax(1) for one-hot targets."
             )
@@ -189,7 +189,7 @@ class Categorical(Likelihood):
 
 
 def _pairwise(m: Tensor, covariance: Tensor) -> Tensor:
-    """Logits given by variances only are independent.  # [B, C, …] and [B, C, C] or [B, C, …] -> [B, C, …]"""
+    """Logits are independent if only their variances are given.  # [B, C, …] and [B, C, C] or [B, C, …] -> [B, C, …]"""
     variance = marginal_variance(m, covariance)
     of_difference = variance.unsqueeze(2) + variance.unsqueeze(1)  # Var(f_k − f_j) [B, C, C, …]
     if covariance.shape != m.shape:

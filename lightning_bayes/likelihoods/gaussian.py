@@ -1,4 +1,4 @@
-"""Real targets with Gaussian noise, whose scale is given (`Gaussian`) or predicted (`HeteroscedasticGaussian`).
+"""Real targets with Gaussian noise of a given (`Gaussian`) or predicted (`HeteroscedasticGaussian`) scale.
 
 **Gaussian**, with known standard deviation `σ` and independent outputs:
 
@@ -6,7 +6,7 @@
 
 The integral over `f ~ N(m, Σ)` is exact: mean `m`, variance `diag Σ + σ²`.
 
-**HeteroscedasticGaussian**, whose outputs are a mean `m` and a log-variance `s`:
+**HeteroscedasticGaussian**, with a mean `m` and a log-variance `s` as outputs:
 
     log p(y | m, s) = −½ (y − m)² e^{−s} − ½ s − ½ log 2π
     r = ((y − m) e^{−s},  ½ (y − m)² e^{−s} − ½),    Λ = diag(e^{−s}, ½)
@@ -44,7 +44,7 @@ class RealTargets(Likelihood):
 
     @property
     def loss_scales(self) -> tuple[float, ...]:
-        """`2σ²` for the squared error, `σ²` for half of it. No squared error has one noise per output."""
+        """`2σ²` for the squared error, `σ²` for half of it. No common loss has one noise per output."""
         if self.noise_std is None or self._σ.numel() > 1:
             return (1.0,)
         return (2 * float(self._σ) ** 2, float(self._σ) ** 2, 1.0)

@@ -31,7 +31,7 @@ Functions = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class LinearMeasurement(RealTargets):
-    """Outputs are images or vectors `[B, …]`, targets their measurements `[B, d_y]`.
+    """Outputs are images or vectors `[B, …]`, and targets are their measurements `[B, d_y]`.
 
     Args:
         A: A matrix `[d_y, d_x]`, dense or sparse, over all outputs of an example in their order, or a pair of functions
@@ -94,7 +94,7 @@ class LinearMeasurement(RealTargets):
         return (rows / self.noise_std).unsqueeze(1).expand(d_y, *f.shape)
 
     def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """Computed for one example, as it is the same for all."""
+        """Computed for one example, because it is the same for all."""
         one = self.fisher_root(f[:1])[:, 0].square().sum(0)
         return one.expand(f.shape).clone()
 
@@ -115,7 +115,7 @@ class LinearMeasurement(RealTargets):
         d_x = mean[0].numel()
         if covariance.shape != (len(mean), d_x, d_x):
             raise LikelihoodError(
-                f"the measurements' variance takes the covariances {[len(mean), d_x, d_x]} of all outputs of an "
+                f"the variance of measurements needs the covariances {[len(mean), d_x, d_x]} of all outputs of an "
                 f"example, got shape {list(covariance.shape)}."
             )
         clean, noise = self.conditional(mean)
@@ -206,17 +206,17 @@ class LinearMap:
         if Au.shape != v.shape:
             raise LikelihoodError(
                 f"the first function of A takes outputs of shape {list(u.shape)} to {list(Au.shape)}, but the targets "
-                f"are {list(v.shape)}: it must return [B, measurements]."
+                f"have shape {list(v.shape)}: it must return [B, measurements]."
             )
         v[: n // 2] = Au[: n // 2]
         Aᵀv = self._functions[1](v)
         if Aᵀv.numel() != u.numel():
             raise LikelihoodError(
                 f"the second function of A takes measurements of shape {list(v.shape)} to {list(Aᵀv.shape)}, but "
-                f"outputs are {list(u.shape)}: it must be the adjoint of the first, and return their shape."
+                f"outputs have shape {list(u.shape)}: it must be the adjoint of the first, and return this shape."
             )
         if not (Au.isfinite().all() and Aᵀv.isfinite().all()) or not Au.any():
-            raise LikelihoodError("A measures nothing, or returns NaN or infinity, for random outputs: check it.")
+            raise LikelihoodError("A returns only zeros, or NaN or infinity, for random outputs: check it.")
         left, right = (in_float64(t).sum(1) for t in (Au * v, u.flatten(1) * Aᵀv.reshape(n, -1)))  # [n]
         scale = in_float64(Au).norm(dim=1) * in_float64(v).norm(dim=1)
         error, worst = ((left - right).abs() / scale).max(0)

@@ -79,7 +79,7 @@ def _clamp_rounding(variance: Tensor) -> Tensor:
     if variance.numel() and bool(variance.amin() < -1e-3 * variance.abs().amax()):
         raise LikelihoodError(
             f"the covariance of the outputs must be positive semi-definite, but has a variance of "
-            f"{variance.amin().item():.3g}; pass a covariance, neither its negative nor a precision."
+            f"{variance.amin().item():.3g}; pass a covariance, not its negative or a precision."
         )
     return variance.clamp_min(0)
 
@@ -124,9 +124,9 @@ def _at_noise(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
 
 
 def _triangular_root(covariance: Tensor) -> Tensor:
-    """`L` with `LLᵀ = Σ`, independently for each example. A singular covariance, such as a common shift of all logits,
-    gets the smallest jitter that works, relative to its largest variance. Without any variance `L` is zero and has no
-    gradient.  # [B, C, C]"""
+    """`L` with `LLᵀ = Σ`, independently for each example. A singular covariance, such as that of a common shift of all
+    logits, gets the smallest jitter that works, relative to its largest variance. Without any variance `L` is zero and
+    has no gradient.  # [B, C, C]"""
     C, eps = covariance.shape[-1], torch.finfo(covariance.dtype).eps
     eye = torch.eye(C, dtype=covariance.dtype, device=covariance.device)
     scale = covariance.detach().abs().amax((-2, -1), keepdim=True)  # [B, 1, 1]

@@ -29,7 +29,7 @@ _ACTIVATIONS = (
     nn.LeakyReLU,
     nn.PReLU,
     nn.RReLU,
-    nn.Hardtanh,  # and ReLU6
+    nn.Hardtanh,  # also ReLU6
     nn.Hardsigmoid,
     nn.Hardswish,
     nn.Hardshrink,
@@ -47,7 +47,7 @@ _NAMES = (
     *("softshrink", "threshold", "selu", "max_pool1d", "max_pool2d", "max_pool3d"),
     *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
 )
-_MOST_NAMES = 4  # layers of a kind, in a message
+_MOST_NAMES = 4  # number of layers that a message names for each kind
 
 
 def replace_activations(module: nn.Module, replacement: Callable[[], nn.Module] = nn.Softplus) -> nn.Module:
@@ -83,9 +83,9 @@ def replace_activations(module: nn.Module, replacement: Callable[[], nn.Module] 
 
 
 def warn_piecewise_linear(module: nn.Module, example: Any = None) -> dict[str, str]:
-    """Warn of layers whose first derivative jumps, in one message; return their names and kinds.
+    """Warn once about all layers whose first derivative jumps, and return their names and kinds.
 
-    This finds activation and max-pooling modules, and functions that a layer holds (`nn.RNN(nonlinearity="relu")`,
+    This finds activation and max-pooling modules, and functions that a layer stores (`nn.RNN(nonlinearity="relu")`,
     `nn.TransformerEncoderLayer`, `self.act = F.relu`). With an `example` input, it also finds functions that are called
     in a `forward`, which then runs once in eval mode.
     """
@@ -105,7 +105,7 @@ def _new_module(replacement: Callable[[], nn.Module]) -> nn.Module:
         new = None
     if not isinstance(new, nn.Module):
         raise TypeError(
-            f"replacement must make a new nn.Module at each call, such as nn.Softplus, got {format_value(replacement)}"
+            f"replacement must return a new nn.Module per call, such as nn.Softplus, got {format_value(replacement)}"
         )
     return new
 
@@ -150,7 +150,7 @@ class _KinkRecorder(TorchFunctionMode):
 
 
 def _kinks_in_forward(module: nn.Module, example: Any) -> dict[str, str]:
-    inputs.batch_size(example)  # raises if it holds no tensor
+    inputs.batch_size(example)  # raises if it has no tensor
     recorder = _KinkRecorder()
 
     def leave(*_: Any) -> None:  # returns nothing, because the result of a hook replaces the output
@@ -174,6 +174,6 @@ def _message(kinks: dict[str, str]) -> str:
     parts = [f"{format_names(names, _MOST_NAMES)} ({kind})" for kind, names in names_of.items()]
     return (
         f"the first derivative of some layers jumps, which the gradient of the squared-gradient term misses: "
-        f"{'; '.join(parts)}. Use a smooth activation, for instance by replace_activations(module, nn.Softplus), and "
+        f"{'; '.join(parts)}. Use a smooth activation, for instance with replace_activations(module, nn.Softplus), and "
         "average pooling or strides instead of max-pooling"
     )

@@ -70,20 +70,20 @@ class GaussianWeights:
 
     def __init__(self, module: LightningModule, options: VariationalOptions) -> None:
         self.module, self.options = module, options
-        self.n_data = options.n_data  # N; if it is to be counted, None until training starts
+        self.n_data = options.n_data  # N; None until training starts if it must be counted
         self.read_as = Output(options.network.output, options.network.class_dim)  # completed by the first batch
         self.draws = 0  # number of random draws so far
-        self.called_vl_loss = False  # by the present training step
+        self.called_vl_loss = False  # in the current training step
         self.checks = StepChecks(module, options.likelihood)
-        self.checked_kinks = False  # in the present fit
+        self.checked_kinks = False  # in the current fit
         weights = self._candidates()
         stds, self.decayed = find_priors(options.prior_std, weights, self.network)
-        self.prior_std = {name: s for name, s in stds.items() if name not in self.decayed}  # s, where known
+        self.prior_std = {name: s for name, s in stds.items() if name not in self.decayed}  # the known s
         start = {name: math.log(s) - BELOW_PRIOR for name, s in stds.items()}
         self.log_sigma = LogSigma({n: torch.full_like(p.detach(), start[n]) for n, p in weights.items()})
 
     def _candidates(self) -> dict[str, nn.Parameter]:
-        """The trainable weights of the network by their names in the module, without the deterministic ones."""
+        """The trainable weights of the network by their names in the module, except the deterministic ones."""
         kind = type(self.module).__name__
         if hasattr(self.module, "log_sigma"):
             raise VariationalError(f"{kind} already has an attribute log_sigma, which the mixin needs: rename it")
@@ -97,14 +97,14 @@ class GaussianWeights:
         weights = {name: p for name, p in weights.items() if p.is_floating_point()}
         if not weights:
             raise VariationalError(
-                f"{kind} has no trainable weights when the mixin looks for them: make the layers in the "
+                f"{kind} has no trainable weights when the mixin looks for them: create the layers in the "
                 f"__init__ of your module, and {MIXIN_FIRST}"
             )
         patterns = self.options.deterministic
         check_patterns(patterns, weights, "deterministic")
         weights = {name: p for name, p in weights.items() if not any(matches(name, pattern) for pattern in patterns)}
         if not weights:
-            raise VariationalError("every weight is deterministic: leave some out of variational's 'deterministic'")
+            raise VariationalError("every weight is deterministic: remove some from variational's 'deterministic'")
         return weights
 
     # -- the weights and their posterior -------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class GaussianWeights:
         return {n: (weights[n], log_σ) for n, log_σ in self.log_sigma.items() if weights[n].requires_grad}
 
     def trainable(self) -> list[nn.Parameter]:
-        """All parameters that train, without log σ."""
+        """All trainable parameters except log σ."""
         log_σ = {id(p) for p in self.log_sigma.parameters()}
         return [p for p in self.module.parameters() if p.requires_grad and id(p) not in log_σ]
 
@@ -189,12 +189,12 @@ class GaussianWeights:
         """The prior's standard deviation of a weight."""
         if name not in self.prior_std:
             raise PriorStdError(
-                f"prior_std='weight_decay' of {name} is known when training starts: run trainer.fit, or give a number"
+                f"prior_std='weight_decay' of {name} is not known before training: run trainer.fit, or give a number"
             )
         return self.prior_std[name]
 
     def log(self, S: int, nll: Tensor, kl: Tensor, squared_gradient: Tensor | None = None) -> None:
-        """Log means over the examples of an epoch. The ELBO is that of one example, `(1/N) L`."""
+        """Log means over the examples of an epoch. The ELBO is per example, `(1/N) L`."""
         trainer = self.trainer
         if trainer is None or trainer.barebones or not trainer.training:
             return
@@ -209,7 +209,7 @@ class GaussianWeights:
     # -- the start of training, and checkpoints ------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer) -> None:
-        """Set what needs the data and the optimizers: N, and a prior from weight decay."""
+        """Set N from the data, and a prior of "weight_decay" from the optimizers."""
         self.checked_kinks, self.checks = False, StepChecks(self.module, self.options.likelihood)
         if self.options.n_data is None:
             self.n_data = count_examples(trainer, "set variational={'n_data': …}")
@@ -226,7 +226,7 @@ class GaussianWeights:
         warn_of_optimizers(trainer.optimizers, pairs)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds besides the parameters."""
+        """The state that a checkpoint stores in addition to the parameters."""
         from_decay = {name: self.prior_std[name] for name in self.decayed if name in self.prior_std}
         output = asdict(self.read_as)
         return {"n_data": self.n_data, "draws": self.draws, "prior_std": from_decay, "output": output}
@@ -395,8 +395,8 @@ def from_weight_decay(
     without = [name for name, p in weights.items() if p not in decay and name not in known]
     if without:
         raise PriorStdError(
-            f"prior_std='weight_decay', but no optimizer has a weight decay for {format_names(without)}: give the "
-            "optimizer one, or prior_std a number"
+            f"prior_std='weight_decay', but no optimizer has a weight decay for {format_names(without)}: set "
+            "weight_decay in the optimizer, or pass a number as prior_std"
         )
     own = set(weights.values())
     for group in groups:
@@ -404,7 +404,7 @@ def from_weight_decay(
         if members & own and members & set(others):
             raise PriorStdError(
                 "prior_std='weight_decay' turns the weight decay of a param group into a prior, but one group also "
-                "holds parameters with another prior or none: put those into a separate param group"
+                "has parameters with another prior or none: put those into a separate param group"
             )
         if members & own:
             group["weight_decay"] = 0.0
@@ -412,7 +412,7 @@ def from_weight_decay(
 
 
 def warn_of_optimizers(optimizers: list[Optimizer], weights: Mapping[str, tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Warn of weight decay on `(μ, log σ)`, and of log σ that no optimizer trains."""
+    """Warn about weight decay on `(μ, log σ)`, and about log σ that no optimizer trains."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     decayed = {p for group in groups if group.get("weight_decay") for p in group["params"]}
     twice = [name for name, pair in weights.items() if decayed & set(pair)]
@@ -426,8 +426,8 @@ def warn_of_optimizers(optimizers: list[Optimizer], weights: Mapping[str, tuple[
     untrained = [name for name, (_, log_σ) in weights.items() if log_σ not in trained]
     if untrained and trained:
         warn(
-            f"no optimizer has log σ of {format_names(untrained)}: give it self.parameters(), or derive from "
-            "LogSigmaMultiplierMixin too, which adds them"
+            f"no optimizer has log σ of {format_names(untrained)}: give it self.parameters(), or also derive from "
+            "LogSigmaMultiplierMixin, which adds them"
         )
 
 

@@ -46,7 +46,7 @@ _COPIED = ("lr_lambdas", "base_momentums", "max_momentums")  # lists of schedule
 
 
 class MultiplierError(ValueError):
-    """A multiplier that is no positive number."""
+    """A multiplier that is not a positive number."""
 
 
 class OptimizerError(RuntimeError):
@@ -90,7 +90,7 @@ class LogSigmaMultiplierMixin(MixinBase):
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         super().lr_scheduler_step(scheduler, metric)
-        keep_ratio(scheduler.optimizer)  # not only before every step, because monitors read in between
+        keep_ratio(scheduler.optimizer)  # also between steps, because monitors read the learning rates
 
 
 def multipliers(given: float | Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
@@ -101,7 +101,7 @@ def multipliers(given: float | Mapping[str, float], names: Iterable[str]) -> dic
 
 
 def _plain_multipliers(given: Any) -> float | dict[str, float]:
-    """Plain numbers, which a checkpoint can hold."""
+    """Convert to plain numbers, which a checkpoint can store."""
     if isinstance(given, Mapping):
         of = "log_sigma_multiplier of pattern"
         return {str(pattern): float(positive(f"{of} {pattern!r}", m, MultiplierError)) for pattern, m in given.items()}
@@ -160,7 +160,7 @@ def split(optimizer: Optimizer, schedulers: Iterable[Any], multipliers: Mapping[
     if has_any and isinstance(optimizer, torch.optim.LBFGS):
         raise OptimizerError(
             "LBFGS has one param group and so one learning rate for all: use another optimizer, such as Adam, or leave "
-            "LogSigmaMultiplierMixin out"
+            "out LogSigmaMultiplierMixin"
         )
     before = len(optimizer.param_groups)
     children = [
@@ -187,7 +187,7 @@ def _log_sigma_groups(optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _keep_own(optimizer: Optimizer, own: Mapping[int, dict[str, Any]]) -> None:
-    """A checkpoint brings the multipliers that it was trained with; the module's count."""
+    """Keep the module's multipliers, because a checkpoint brings those that it was trained with."""
     for index, entries in own.items():
         optimizer.param_groups[index].update(entries)
 
@@ -215,7 +215,7 @@ def _split_off(group: dict[str, Any], index: int, multipliers: Mapping[Tensor, f
 
 
 def _extend_scheduler(scheduler: Any, children: list[tuple[int, float]], before: int) -> None:
-    """Extend the lists that a scheduler keeps for each of `before` groups to the new groups."""
+    """Extend a scheduler's lists, which have one entry for each of the `before` groups, to the new groups."""
     for inner in private.inner_schedulers(scheduler):
         _extend_scheduler(inner, children, before)
     for name in (*_SCALED, *_COPIED):
@@ -233,7 +233,7 @@ def _before_step(optimizer: Optimizer, *args: Any) -> None:
 
 
 def keep_ratio(optimizer: Optimizer) -> None:
-    """Set the learning rate of log σ from the one of the parent group. Otherwise a floor (`eta_min`), a threshold, or a
+    """Set the learning rate of log σ from that of the parent group. Otherwise a floor (`eta_min`), a threshold, or a
     learning rate set by hand would be the same number for both."""
     for _, group in _log_sigma_groups(optimizer):
         lr = group[MULTIPLIER] * optimizer.param_groups[group[PARENT]]["lr"]
@@ -247,7 +247,7 @@ def keep_ratio(optimizer: Optimizer) -> None:
 
 
 def _warn_before_training(trainer: Trainer) -> None:
-    """Warn of too few steps, even at the highest learning rate that is known."""
+    """Warn if there are too few steps even at the highest known learning rate."""
     if is_dev_run(trainer) or not any(_bounded_groups(optimizer) for optimizer in trainer.optimizers):
         return
     steps = trainer.estimated_stepping_batches  # which loads the training data

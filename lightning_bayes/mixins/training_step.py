@@ -56,7 +56,7 @@ class Step:
     call: ForwardCall
     f: Tensor
     y: Tensor  # zero where targets are wrong
-    is_wrong: Tensor  # whether the step must not count
+    is_wrong: Tensor  # whether the step must have no effect
 
     def with_loss(self, loss: Tensor) -> Any:
         return {**self.returned, "loss": loss} if isinstance(self.returned, dict) else loss
@@ -67,7 +67,7 @@ def run_step(q: GaussianWeights, step: Callable[..., Any], batch: Any, batch_idx
     module, options = q.module, q.options
     q.called_vl_loss = False
     if "dataloader_iter" in inspect.signature(step).parameters:
-        raise StepError("a training_step that takes a dataloader_iter hides its batch: take the batch itself")
+        raise StepError("training_step takes a dataloader_iter, which hides the batch: take the batch itself")
     # Only `backward()` sees into it; for `torch.autograd.grad` the parameters inside have no gradient.
     hidden = StepError(
         "reentrant activation checkpointing hides its layers from the gradients of a variational step: call "
@@ -110,7 +110,7 @@ class ForwardCall:
     buffers: Buffers
     returned: Any = None
     read_as: Output = field(default_factory=Output)
-    x: Any = None  # the input according to the batch
+    x: Any = None  # the inputs x of the batch
 
     @property
     def tensor(self) -> Tensor:
@@ -137,8 +137,8 @@ class ForwardCall:
 
     @contextmanager
     def repeated(self) -> Iterator[Tensor]:
-        """The output of the same call at the present weights. Leaving the context restores random state and buffers, so
-        the backward pass, which may read buffers, must end inside."""
+        """Repeat the call at the current weights and yield its output. Leaving the context restores random state and
+        buffers, so the backward pass, which may read buffers, must end inside."""
         if self.versions != _versions(self.args, self.kwargs):
             raise StepError(
                 f"{type(self.network).__name__} overwrites its input in place, so its forward pass cannot be repeated: "
@@ -212,11 +212,11 @@ class StepChecks:
     def __init__(self, module: nn.Module, likelihood: Likelihood) -> None:
         self._module, self._likelihood = module, likelihood
         self._n_steps = 0
-        self._wrong, self._outputs = FirstWrong(), torch.empty(0, device="cpu")  # outputs of no example
+        self._wrong, self._outputs = FirstWrong(), torch.empty(0, device="cpu")  # no outputs yet
 
     @property
     def is_due(self) -> bool:
-        """Whether the present step reads the checks."""
+        """Whether the current step reads the checks."""
         return self._n_steps % CHECK_INTERVAL == 0
 
     def add(self, f: Tensor, y: Tensor, loss: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -269,7 +269,7 @@ class StepChecks:
         names = _with_direct_gradient(loss, returned, parameters)
         if names:
             raise StepError(
-                f"the loss of training_step depends on {format_names(names)} beside the network's outputs, but a "
+                f"the loss of training_step depends on {format_names(names)} besides the network's outputs, but a "
                 "variational step trains through the outputs alone: move everything that maps x to f into the module "
                 f"that variational={{'network': …}} names, and penalties into weight decay{_or_vl_loss(self._module)}"
             )
@@ -326,7 +326,7 @@ def _with_direct_gradient(loss: Tensor, returned: Tensor, parameters: Mapping[st
 
 @torch.no_grad()
 def without_wrong(gradients: Gradients, is_wrong: Tensor) -> Gradients:
-    """The gradients, or zeros if `is_wrong`, on the device. A product would not do: NaN times zero is NaN."""
+    """The gradients, or zeros if `is_wrong`, on the device. A product would not work: NaN times zero is NaN."""
     return {p: g.masked_fill(is_wrong, 0) for p, g in gradients.items()}
 
 

@@ -30,12 +30,12 @@ from lightning_bayes.trainer.module import refuse_sharded
 if TYPE_CHECKING:
     MixinBase = LightningModule
 else:
-    MixinBase = object  # a mixin stands before the user's own LightningModule
+    MixinBase = object  # at run time, a mixin comes before the user's LightningModule
 LossWord = Literal["returned", "likelihood"]
 EstimatorWord = Literal["fisher", "empirical", "hessian"]
 StepMethod = Literal["auto", "exact", "finite_difference", "two_passes"]
-_KEY = "variational"  # in a checkpoint
-_NOT_KEYS = ("save", "calibrate", "progress")  # of a callback only
+_KEY = "variational"  # the key in a checkpoint
+_NOT_KEYS = ("save", "calibrate", "progress")  # options of callbacks only
 
 
 class OptionError(ValueError):
@@ -165,7 +165,7 @@ class VariationalMixin(MixinBase):
 
     @property
     def posterior(self) -> GaussianPosterior:
-        """`N(μ, diag σ²)` over the network's present weights."""
+        """`N(μ, diag σ²)` over the network's current weights."""
         return self._variational.posterior()
 
     def weights_and_log_sigma(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
@@ -203,7 +203,7 @@ def make_variational(
 
 
 class VariationalCallback(PosteriorCallback):
-    """Uses the module's present posterior. It stores nothing, because the module's weights are the posterior."""
+    """Uses the module's current posterior. It stores nothing, because the module's weights are the posterior."""
 
     def __init__(self, q: GaussianWeights) -> None:
         options = {field.name: getattr(q.options, field.name) for field in fields(UseOptions)}
@@ -220,7 +220,7 @@ class VariationalCallback(PosteriorCallback):
             and unwrap_output(before.network) is unwrap_output(now.network)
             and (before.subset.names, before.device) == (now.subset.names, now.device)
         ):
-            now = replace(now, plans=before.plans)  # which do not depend on the weights' values
+            now = replace(now, plans=before.plans)  # plans do not depend on the weights' values
         self._posterior = now
         return now
 

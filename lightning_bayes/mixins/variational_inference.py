@@ -134,7 +134,7 @@ def scaled_gradients(q: GaussianWeights, loss: Tensor, θ: list[nn.Parameter]) -
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAYERS = (nn.Linear, *_CONVOLUTIONS)
-_SMALLEST = 1e-16  # variance, because its root is differentiated
+_SMALLEST = 1e-16  # the smallest variance, because its root is differentiated
 
 
 class LocalReparameterization:
@@ -150,12 +150,12 @@ class LocalReparameterization:
         self._drawn: dict[nn.Module, list[Tensor]] = {}  # the generator's state before each draw
         self._over = False
         self._seen: set[nn.Parameter] = set()
-        self.confused: set[nn.Parameter] = set()  # of layers with several calls, one of which was repeated
+        self.confused: set[nn.Parameter] = set()  # weights of layers with several calls, one of which was repeated
 
     def __enter__(self) -> LocalReparameterization:
         for layer in self._network.modules():
             if type(layer) in _LAYERS and any(p in self._log_σ for p in layer.parameters(recurse=False)):
-                # Before the user's hooks, which then see the sample.
+                # Prepended, so that the user's hooks see the sample.
                 hook = layer.register_forward_hook(self._sample, prepend=True, with_kwargs=True)
                 self._hooks.enter_context(hook)
         self._hooks.enter_context(self._network.register_forward_hook(self._end))
@@ -166,7 +166,7 @@ class LocalReparameterization:
 
     @property
     def unseen(self) -> set[nn.Parameter]:
-        """Parameters that the network, if it has run, did not use in a way that can be sampled."""
+        """Parameters that the network did not use in a way that can be sampled; empty before it has run."""
         return set(self._log_σ) - self._seen if self._over else set()
 
     def _sample(self, layer: nn.Module, args: Any, kwargs: Any, z: Tensor) -> Tensor:

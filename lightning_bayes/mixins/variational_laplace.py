@@ -156,7 +156,7 @@ def _by_differences(q: GaussianWeights, step: Step) -> tuple[Tensor, Gradients]:
 
 
 def draw_sign(q: GaussianWeights) -> int:
-    """1 or −1, by the number of the draw: the same on every process and in a resumed run."""
+    """1 or −1, depending on the number of the draw: the same on every process and in a resumed run."""
     return 2 * (hashlib.sha256(f"{q.options.seed} {q.draws}".encode()).digest()[0] & 1) - 1
 
 
@@ -193,8 +193,8 @@ def _is_narrow(q: GaussianWeights) -> bool:
 
 @contextmanager
 def _kernels(q: GaussianWeights) -> Iterator[None]:
-    """Full precision, because an inner gradient has no loss scale, and kernels that support double backward where that
-    is needed."""
+    """Turn autocast off, because an inner gradient has no loss scale. Select kernels that support double backward if
+    the step needs it."""
     with ExitStack() as stack:
         stack.enter_context(torch.autocast(q.module.device.type, enabled=False))
         if q.options.method == "exact" or q.options.estimator == "hessian" or _is_narrow(q):

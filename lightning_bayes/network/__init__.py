@@ -1,4 +1,4 @@
-"""A module and its inputs: borrowing it, running it at other weights, and choosing among its parameters."""
+"""Tools for a module and its inputs: borrow it, run it at other weights, and select its parameters."""
 
 from lightning_bayes.network import adapters
 from lightning_bayes.network.errors import CurvatureError, DataError, NetworkError, ProcessError, SubsetError

@@ -1,9 +1,10 @@
-"""Adapters for inputs of other libraries and forms. Importing this module registers them (see `inputs`).
+"""Adapters for inputs of other libraries and in other forms. Importing this module registers them (see `inputs`).
 
 - Graphs of PyTorch Geometric: an example is a graph or, if the nodes have targets, a node.
 - Sequences of different lengths: packed, nested, or in a list.
-- Bags of words, the inputs of a network with an `EmbeddingBag`: all words in one vector, and where each bag begins.
-- Batches of Hugging Face: dicts with `labels`, which causal language models shift inside their loss.
+- Bags of words, the inputs of a network with an `EmbeddingBag`: all words in one vector, and the offset at which each
+  bag begins.
+- Hugging Face batches: dicts with `labels`, which causal language models shift inside their loss.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Graphs(ValueContainer):
         if n_targets not in (None, x.num_nodes, graphs.size):
             raise DataError(
                 f"{n_targets} targets fit neither the {graphs.size} graphs nor the {x.num_nodes} nodes of a batch: "
-                "mark the labelled nodes by a mask (train_mask, val_mask, test_mask), or give the others targets of "
-                "-100"
+                "mark the labelled nodes with a mask (train_mask, val_mask, test_mask), or give the other nodes the "
+                "target -100"
             )
         by_node = output_of(network).together if n_targets is None else n_targets == x.num_nodes != graphs.size
         return WholeInput(graphs, torch.arange(x.num_nodes, device="cpu")) if by_node else graphs
@@ -68,7 +69,7 @@ class Graphs(ValueContainer):
         return Graphs(Batch.from_data_list([graphs[n] for n in examples]))
 
     def arguments(self, network: nn.Module) -> Arguments:
-        """The whole data for a `forward` with one argument, else the parts that `forward` names."""
+        """The whole data for a `forward` with one argument, otherwise the parts that `forward` names."""
         parameters, data = forward_parameters(network), self.value
         required = [p for p in parameters if p.default is p.empty]
         if len(required) <= 1 and not (required and required[0].name == "x" and len(parameters) > 1):
@@ -99,10 +100,10 @@ def split_graphs(network: nn.Module, batch: Any, stage: str) -> tuple[Any, Any] 
 
 
 def labelled_nodes(data: Any, stage: str) -> Tensor | None:
-    """The nodes with targets in a "train", "val", "test" or "calib" stage; the seed nodes of a sampled neighbourhood;
-    None if the targets belong to graphs."""
+    """The nodes with targets in a "train", "val", "test" or "calib" stage, or the seed nodes of a sampled
+    neighbourhood. None if the targets belong to graphs."""
     if data.get("y") is None:
-        raise DataError("the graphs have no targets y: give the module a method split_batch(self, batch) that has them")
+        raise DataError("the graphs have no targets y: give the module a split_batch(self, batch) that returns (x, y)")
     if len(data.y) != data.num_nodes or len(data.y) == Graphs(data).size:
         return None
     n_seeds = data.get("batch_size") if data.get("input_id") is not None else None
@@ -190,13 +191,13 @@ def _is_one_argument(network: nn.Module, x: list[Any], n_targets: int | None) ->
 
 @dataclass(frozen=True, eq=False)
 class Bags(Container):
-    parts: dict[str, Any]  # by the names of the network's arguments
+    parts: dict[str, Any]  # keyed by the names of the network's arguments
     words: tuple[str, ...]  # the arguments with one number per word
     has_end: bool = False  # whether the last offset is the end of the last bag
 
     @classmethod
     def wrap(cls, network: nn.Module, x: Any, n_targets: int | None) -> Container | None:
-        """Bags are recognised by an argument `offsets` of the network."""
+        """`x` counts as bags if the network takes an argument `offsets`."""
         if not isinstance(x, (tuple, list, Mapping)) or output_of(network).together:
             return None
         names = [p.name for p in forward_parameters(network)]

@@ -1,4 +1,4 @@
-"""Borrow the user's module: check it, change what a computation needs, and restore it, also after an exception.
+"""Borrow the user's module: check it, change what a computation needs, and restore it, even after an exception.
 
 `borrowed` prepares a network for curvature and prediction; `at_weights` and `call_with` run it at other weights, in
 place or in one functional call. `RandomState` and `Buffers` restore the remaining state that a run may change.
@@ -28,7 +28,8 @@ from lightning_bayes.network.subset import copies
 
 
 def check_network(network: Any) -> nn.Module:
-    """The module itself if it is compiled. Raise unless it is a module whose weights have shapes and values."""
+    """Return the module, without a `torch.compile` wrapper. Raise an error unless its weights have shapes and
+    values."""
     network = private.uncompiled(instance("network", network, nn.Module, "an nn.Module that maps x to f"))
     for name, p in network.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
@@ -57,12 +58,12 @@ def check_device(device: Any) -> torch.device:
     """Raise unless this machine has the device."""
     try:
         return torch.empty(0, device=device if isinstance(device, torch.device) else str(device)).device
-    except (RuntimeError, AssertionError, TypeError):  # what PyTorch raises for a device that does not exist
-        raise ValueError(f"device must be one of this machine's, such as 'cpu', got {format_value(device)}") from None
+    except (RuntimeError, AssertionError, TypeError):  # PyTorch raises these for a device that does not exist
+        raise ValueError(f"device must exist on this machine, such as 'cpu', got {format_value(device)}") from None
 
 
 def submodule(module: nn.Module, path: Any, error: type[Exception]) -> nn.Module:
-    """The submodule at a dotted path; an error lists the existing names."""
+    """Return the submodule at a dotted path. The error for a wrong path lists the existing names."""
     text("network", path, "the dotted name of a submodule")
     try:
         return module.get_submodule(path)
@@ -75,7 +76,7 @@ def submodule(module: nn.Module, path: Any, error: type[Exception]) -> nn.Module
 
 @contextmanager
 def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
-    """Eval mode, gradients for the `tracked` parameters only, and plain kernels.
+    """Put the network into eval mode, with gradients for the `tracked` parameters only and with plain kernels.
 
     - Hooks on gradients, such as clipping, belong to training and are suspended. Forward hooks are part of the function
       and stay.
@@ -92,7 +93,7 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
         stack.callback(_set_each, modules, "training", [module.training for module in modules])
         for module in modules:
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                # Autograd can neither batch nor flatten sparse gradients, and those scaled by frequency are not
+                # Autograd can neither batch nor flatten sparse gradients, and gradients scaled by frequency are not
                 # derivatives.
                 for option in ("sparse", "scale_grad_by_freq"):
                     stack.callback(setattr, module, option, getattr(module, option))
@@ -138,8 +139,8 @@ def _set_each(things: Iterable[Any], name: str, values: list[bool]) -> None:
 
 @contextmanager
 def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the global generators, from which a shuffling loader or a random transform may draw: those of the host
-    and of the network's `device`. Reading the state of any other device would initialise it."""
+    """Restore the global random generators of the host and of the network's `device`, because a shuffling loader or a
+    random transform may draw from them. Reading the state of any other device would initialise it."""
     before = RandomState.now(device)
     try:
         yield
@@ -185,7 +186,7 @@ def _device_module(device: torch.device | None) -> Any:
 
 
 def _device_argument(function: Any, device: torch.device | None, before: int = 0) -> tuple[Any, ...]:
-    """The device, or nothing for `torch.mps`, whose functions take no device."""
+    """The device as an argument, or no argument for `torch.mps`, whose functions take no device."""
     return (device,) if len(inspect.signature(function).parameters) > before else ()
 
 
@@ -198,7 +199,7 @@ def generator_on(device: torch.device) -> torch.Generator:
 
 
 def copied_generator(device: torch.device) -> torch.Generator:
-    """A generator that continues like the device's global one."""
+    """A generator in the same state as the device's global one."""
     now, generator = RandomState.now(device), generator_on(device)
     return generator.set_state(now.cpu if now.of_device is None else now.of_device)
 
@@ -212,7 +213,7 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Write into the original tensors, also if the network has replaced them."""
+        """Write into the original tensors, even if the network has replaced them."""
         for owner, name, buffer, value in self._saved:
             private.own_buffers(owner)[name] = buffer.copy_(value)
 
@@ -235,10 +236,10 @@ def eager() -> AbstractContextManager[Any]:
 
 @contextmanager
 def at_weights(network: nn.Module, moves: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Add `moves` to the parameters in place, and restore the parameters bit by bit.
+    """Add `moves` to the parameters in place, and restore the parameters exactly.
 
-    A backward pass reads weights, and activation checkpointing runs the network again in it, so it must end inside the
-    context. For a sharded parameter, the move is for this process's shard.
+    A backward pass reads the weights, and activation checkpointing runs the network again during it, so it must end
+    inside the context. For a sharded parameter, the move applies to this process's shard.
     """
     reshard(network)
     shards = [local(p) for p in moves]
@@ -247,7 +248,7 @@ def at_weights(network: nn.Module, moves: Mapping[nn.Parameter, Tensor]) -> Iter
         if shards:
             with torch.no_grad():
                 private.foreach_add_(shards, list(moves.values()))
-        torch.clear_autocast_cache()  # it holds 16-bit copies of the weights
+        torch.clear_autocast_cache()  # it stores 16-bit copies of the weights
         yield
     finally:
         reshard(network)
@@ -272,7 +273,7 @@ def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwarg
 
 
 class _Outer(nn.Module):
-    """A parent module: `functional_call` refuses a scripted module or `DataParallel` at the top."""
+    """A parent module, because `functional_call` rejects a scripted module or `DataParallel` at the top level."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

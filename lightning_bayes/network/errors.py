@@ -52,22 +52,23 @@ def no_second_derivative(reason: str) -> CurvatureError:
 
 def is_missing_rule(error: Exception) -> bool:
     """Whether PyTorch, or a network under one of its transforms, raised `error` because a rule is missing. Running out
-    of memory does not count, nor does an exception class of the network's author."""
+    of memory does not count, nor does an exception class that the network's author defined."""
     return type(error) in (*PLAIN, AssertionError, NetworkError) and not is_out_of_memory(error)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Accelerators raise a specific type; cuBLAS, cuDNN, MPS and the CPU raise a plain `RuntimeError`."""
+    """Whether memory ran out. Accelerators raise a specific type; cuBLAS, cuDNN, MPS and the CPU raise a plain
+    `RuntimeError`."""
     messages = ("can't allocate memory", "ALLOC_FAILED", "out of memory")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in messages)
 
 
 def first_line(error: BaseException) -> str:
-    """The line in which PyTorch names the operator."""
+    """The first line of a message, in which PyTorch names the operator."""
     return str(error).partition("\n")[0][:200]
 
 
 @cache
 def log_slow_path(reason: str, path: str) -> None:
     """Log, once for each reason, that PyTorch has no batching or forward-mode rule for an operator."""
-    detail("%s; %s, which is exact and slow", reason, path)
+    detail("%s; %s, which is exact but slow", reason, path)

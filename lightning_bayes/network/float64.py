@@ -1,9 +1,9 @@
 """Float64 sums and eigendecompositions: on the device, or on the host if the device lacks float64 (Apple's MPS).
 
 An eigenvalue from a float32 decomposition is off by about `eps · λ_max`. If one input of a layer has a raw scale, that
-error exceeds everything the other inputs contribute, although the matrix itself still holds it. `eigh` therefore
+error exceeds everything the other inputs contribute, although the matrix itself still contains it. `eigh` therefore
 decomposes in float64. On one thread this takes 2.0, 1.9 and 1.9 times as long for 256, 785 and 1,153 columns (7, 98 and
-296 ms) and 3.0 times as long for 2,305 (2.9 s), so wide matrices stay in float32 if they lose little by it.
+296 ms) and 3.0 times as long for 2,305 (2.9 s), so wide matrices stay in float32 if that loses little.
 
 A factor of a Kronecker product `G ⊗ A` loses nothing if the error in the product, `eps · ‖A‖ ‖G‖`, is far below any
 prior precision that is added to it.
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from lightning_bayes.network.messages import warn
 
-NARROW = 256  # columns up to which a float64 decomposition is fast
-WIDE, VERY_WIDE = 700, 1200  # columns from which it is slow, and very slow
-NEGLIGIBLE = 0.01  # an error in the curvature, to which a prior precision of about 1 or more is added
+NARROW = 256  # the most columns for which a float64 decomposition is fast
+WIDE, VERY_WIDE = 700, 1200  # the numbers of columns from which it is slow, and very slow
+NEGLIGIBLE = 0.01  # an error in the curvature that matters little beside a prior precision of about 1 or more
 
 
 @cache
@@ -71,8 +71,8 @@ def eigh(
     matrix: Tensor, name: str = "a matrix", allow_float32: bool = True, multiplier: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of PSD matrices `[..., d, d]`: values in float64 and never negative, vectors in the
-    matrix's dtype. `name` appears in a warning; `allow_float32` admits the fast path for wide matrices, and
-    `multiplier` is by how much the curvature is larger than the matrix, if known.
+    matrix's dtype. `name` appears in a warning, `allow_float32` allows the fast path for wide matrices, and
+    `multiplier` is the ratio of the curvature to the matrix, if known.
 
     LAPACK and cuSOLVER do not always converge. The fallbacks are the host, the singular values, and a slightly larger
     diagonal. If all of them fail, the diagonal replaces the matrix, with a warning.
@@ -106,12 +106,13 @@ def eigh(
 
 
 def clear_rounding(values: Tensor, vectors: Tensor, diagonal: Tensor, error: float = 0.0) -> Tensor:
-    """The eigenvalues of a PSD matrix `M`, with zeros instead of those that are only rounding.
+    """Set the eigenvalues of a PSD matrix `M` that are only rounding to zero.
 
     Rounding changes an entry by about `eps √(M_ii M_jj)`. An eigenvalue with the vector `q` is therefore off by a small
     multiple of `eps · qᵀ diag(M) q`, plus the error of the decomposition, `error · eps · λ_max`. Relative to this
-    scale, all errors in a null space have one size, whatever the scales of the parameters. Half of them are negative,
-    which shows how large they are. The positive half would count as data once `1/σ²` lifts it above the prior.
+    scale, all errors in a null space have the same size, whatever the scales of the parameters. Half of them are
+    negative, which shows how large they are. The positive half would count as data once `1/σ²` lifts it above the
+    prior.
     # [..., d]
     """
     if not values.numel():
@@ -158,7 +159,7 @@ def _loses_little_in_float32(matrix: Tensor, multiplier: float | None) -> bool:
 
 def _is_badly_scaled(matrix: Tensor) -> bool:
     """Whether rounding at the size of the trace, a bound on the largest eigenvalue, reaches a tenth of the smallest
-    diagonal entry. Zero entries (dead units) have nothing to lose."""
+    diagonal entry. Zero entries (dead units) are ignored."""
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)  # [..., d]
     smallest = diagonal.masked_fill(diagonal <= 0, torch.inf).amin(-1)
     return bool((torch.finfo(matrix.dtype).eps * diagonal.sum(-1) > 0.1 * smallest).any())

@@ -2,7 +2,7 @@
 
     f(x) = tail(W a(x) + b)
 
-The sharded network computes the layer's input `a(x)`, its `Features`. Every process holds a plain copy of the layer, so
+The sharded network computes the layer's input `a(x)`, its `Features`. Every process has a plain copy of the layer, so
 curvature, samples and the linearised network need neither the rest of the network nor the other processes. The `tail`
 may only reorder or reshape the outputs.
 
@@ -67,7 +67,7 @@ class GatheredLayer(PartialNetwork):
 
 @dataclass(frozen=True, eq=False)
 class Features(Container):
-    """The inputs of the last layer, and how its outputs become the network's."""
+    """The inputs of the last layer, and how to turn its outputs into the network's."""
 
     inputs: Tensor  # [B, ...]
     dims: tuple[int, int] | None  # a dimension of the layer's outputs to move, and its destination
@@ -106,7 +106,7 @@ def gathered_for(network: nn.Module, names: tuple[str, ...]) -> nn.Module:
 
 @dataclass
 class LayerWatch:
-    """The last layer of a network, as seen in one run."""
+    """Observes one run of a network to find its last layer."""
 
     network: nn.Module
     layer: str = ""  # the last one that ran, among those with a weight matrix
@@ -134,8 +134,8 @@ class LayerWatch:
                 if z.numel() == f.numel() and torch.equal(features.rows(z).to(f.dtype).nan_to_num(), f.nan_to_num()):
                     return features
         raise NetworkError(
-            f"the outputs of the network are not those of its last layer {layer} in another order or shape, so the "
-            f"layer cannot be gathered: name the submodule that ends in it with network=, or {_WAY_OUT}"
+            f"the network does more than reorder or reshape the outputs of its last layer {layer}, so the layer "
+            f"cannot be gathered: use network= to name the submodule that ends with it, or {_WAY_OUT}"
         )
 
 
@@ -174,8 +174,8 @@ def _last_layer(network: nn.Module, x: Any) -> tuple[str, Features]:
 
 
 def plain_copy(layer: nn.Module, zeros: bool = False) -> nn.Module:
-    """A copy with the author's class, whole weights (or `zeros`), and without the hooks that shard the layer."""
-    # `fully_shard` derives a class from the layer's own.
+    """A copy of the layer with its original class and whole weights (or `zeros`), without the hooks that shard it."""
+    # `fully_shard` replaces the layer's class by a subclass.
     sharding = {kind for kind in type(layer).__mro__ if any(base.__name__ == "FSDPModule" for base in kind.__mro__)}
     kind = next(kind for kind in type(layer).__mro__ if issubclass(kind, nn.Module) and kind not in sharding)
     copy: nn.Module = object.__new__(kind)

@@ -1,4 +1,4 @@
-"""Outputs whose autograd graph leads to a network's inputs `x` and to nothing else.
+"""Outputs with an autograd graph that leads only to the network's inputs `x`.
 
 Layer gradients come from a graph that contains the weights, so a `backward` through it would fill the weights' `.grad`.
 `attached` therefore computes on copies of the inputs and connects them to the inputs by an autograd function. Its
@@ -36,15 +36,15 @@ def check_differentiable(x: Any) -> None:
     if not torch.is_grad_enabled():
         raise DataError(
             "differentiable=True keeps a graph, but gradients are off (torch.no_grad(), torch.inference_mode()): call "
-            "it outside"
+            "it outside that context"
         )
     parts = tensors(x)
     if any(t.requires_grad for t in parts):
         return
     if parts and not any(t.is_floating_point() for t in parts):
         raise DataError(
-            "differentiable=True needs an input with a gradient, but x holds only integers: give the network their "
-            "embeddings as its input"
+            "differentiable=True needs an input with a gradient, but x has only integers: pass their embeddings to the "
+            "network instead"
         )
     if parts:
         raise DataError(
@@ -106,7 +106,7 @@ class _Graph:
 
 
 class _Attached(torch.autograd.Function):
-    """The outputs of an inner graph as a function of the originals of its inputs."""
+    """Connects the outputs of an inner graph to the original inputs."""
 
     @staticmethod
     def forward(ctx: Any, graph: _Graph, *originals: Tensor) -> tuple[Tensor, ...]:
@@ -163,7 +163,7 @@ def _reduced_dims(func: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _normalised(arguments: dict[str, Any], dims: tuple[int, ...], per_channel: bool) -> Tensor:
-    """Moments in at least float32, as in PyTorch's norms."""
+    """The normalised input. Moments are in at least float32, as in PyTorch's norms."""
     x: Tensor = arguments["input"]
     weight, bias = (arguments.get(name) for name in ("weight", "bias"))
     if per_channel:

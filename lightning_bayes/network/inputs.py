@@ -1,11 +1,10 @@
-"""Batches `(x, y)`, and a network's calls on them.
+"""Batches `(x, y)`, and how a network is called on them.
 
 `x` is a tensor; a tuple, list or dict of tensors, for a network with several inputs; or an input that an adapter puts
 into a `Container`.
 
-Each kind of input has an adapter in `network/adapters`: a `Container` subclass that registers itself.
-`contained` asks the registered classes in turn whether an input is theirs. The network never sees a container,
-only its `arguments`.
+Each kind of input has an adapter in `network/adapters`: a `Container` subclass that registers itself. `contained` tries
+the registered classes in turn. The network never sees a container, only its `arguments`.
 
 | container    | the network gets                                   | an example is              |
 |--------------|----------------------------------------------------|----------------------------|
@@ -49,7 +48,7 @@ SPLITTERS: list[Splitter] = []  # of batches that are not pairs `(x, y)`
 
 
 class Container(ABC):
-    """An input of `size` examples that can be taken in any selection. Subclasses are registered."""
+    """An input of `size` examples, from which any examples can be selected. Subclasses are registered."""
 
     def __init_subclass__(cls) -> None:
         CONTAINERS.insert(0, cls)
@@ -70,12 +69,12 @@ class Container(ABC):
         """Apply `change` to every tensor."""
 
     def rows(self, f: Tensor) -> Tensor:
-        """The examples' rows of the output."""
+        """The rows of the output that belong to the examples."""
         return f
 
     @classmethod
     def wrap(cls, network: nn.Module, x: Any, n_targets: int | None) -> Container | None:
-        """`x` in a container, or None if it is an input of another kind. The number of targets helps to tell."""
+        """`x` in a container, or None if it is an input of another kind. The number of targets helps to decide."""
         return None
 
 
@@ -108,7 +107,7 @@ def register_splitter(split: Splitter) -> Splitter:
 
 
 class PartialNetwork(nn.Module, ABC):
-    """The last part of a `whole` network, which computes this part's inputs, its `features`."""
+    """The last part of a network. The `whole` network computes this part's inputs, the `features`."""
 
     @property
     @abstractmethod
@@ -119,7 +118,7 @@ class PartialNetwork(nn.Module, ABC):
 
 
 def whole_network(network: nn.Module) -> nn.Module:
-    """The network that a partial one belongs to; another network is returned unchanged."""
+    """The network that a partial one belongs to; any other network is returned unchanged."""
     return network.whole if isinstance(network, PartialNetwork) else network
 
 
@@ -159,7 +158,7 @@ def tensors(x: Any) -> list[Tensor]:
 
 
 def map_tensors(x: Any, change: Change) -> Any:
-    """Apply `change` to every tensor of an input, in containers and values of known types too."""
+    """Apply `change` to every tensor of an input, including those in containers and in values of known types."""
 
     def change_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -199,7 +198,7 @@ def forward_parameters(network: nn.Module) -> list[inspect.Parameter]:
 
 
 def is_annotated(network: nn.Module, name: str, kind: type) -> bool:
-    """Whether a parameter of `forward` is annotated as a `kind`, a list or dict, or as one of several types with it."""
+    """Whether a parameter of `forward` is annotated as a `kind` (list or dict), or as a union that includes it."""
     try:
         annotation = get_type_hints(unwrap_output(network).forward).get(name)
     except Exception:  # evaluating an annotation may raise anything
@@ -209,8 +208,7 @@ def is_annotated(network: nn.Module, name: str, kind: type) -> bool:
     return any(isinstance(t, type) and issubclass(t, kind) for t in types)
 
 
-# Whether the leaves of an input have a row per example, by network and form of input: see `batched`. Writing it onto
-# the network would change the user's module.
+# The cache of `batched`, by network and form of input. Storing it on the network would change the user's module.
 _BATCHED: WeakKeyDictionary[nn.Module, dict[Any, list[bool]]] = WeakKeyDictionary()
 
 
@@ -229,7 +227,7 @@ def split(network: nn.Module, batch: Any, stage: str = "train") -> tuple[Any, An
             return batch[0], batch[1]
         raise DataError(
             f"a batch must be a pair (x, y), but the loader gave {len(batch)} parts; "
-            "group a network's several inputs as ((x1, x2), y)"
+            "group several inputs as ((x1, x2), y)"
         )
     for splitter in SPLITTERS:
         pair = splitter(network, batch, stage)
@@ -239,7 +237,7 @@ def split(network: nn.Module, batch: Any, stage: str = "train") -> tuple[Any, An
 
 
 def contained(network: nn.Module, x: Any, y: Any = None) -> Any:
-    """`x` in its container if it needs one; the targets `y` tell how many examples there are."""
+    """`x` in its container if it needs one; the targets `y` give the number of examples."""
     if isinstance(x, Container):
         return x
     if isinstance(network, PartialNetwork):
@@ -276,7 +274,7 @@ def _cannot_be_split(network: nn.Module, x: Any, n_targets: int) -> bool:
 
 
 def call(network: nn.Module, x: Any) -> Tensor:
-    """`f(x)`; an error describes the input."""
+    """`f(x)`; errors describe the input."""
     with explained(network, x):
         return run(network, x)
 
@@ -300,7 +298,7 @@ def batch_size(x: Any) -> int:
             if not len(leaf):
                 raise DataError(f"a batch has no examples: its input has shape {tuple(leaf.shape)}")
             return leaf.shape[0]
-    raise DataError(f"the input of the network must hold a tensor with a batch dimension, but it is {type(x).__name__}")
+    raise DataError(f"the network's input must contain a tensor with a batch dimension, but it is {type(x).__name__}")
 
 
 def take(network: nn.Module, x: Any, examples: list[int] | slice) -> Any:
@@ -322,7 +320,7 @@ def few(network: nn.Module, x: Any, count: int) -> Any:
 
 
 def batched(network: nn.Module, x: Any) -> list[bool]:
-    """Whether each leaf of `x` has a row per example. A tensor that all examples share may have as many rows by chance,
+    """Whether each leaf of `x` has a row per example. A tensor that all examples share may happen to have as many rows,
     so the network is run, once for each form of input, to find out. All are False if examples cannot be taken out of
     the batch."""
     leaves, spec = pytree.tree_flatten(x)
@@ -339,8 +337,8 @@ def batched(network: nn.Module, x: Any) -> list[bool]:
 
 
 def _find_batched(network: nn.Module, x: Any, fits: list[bool]) -> list[bool]:
-    """Which of the leaves that fit must be taken along with their examples: all of them, all but one, or only the first
-    one, which defines the number of examples. Examples taken out of the batch must give the same outputs."""
+    """Which of the leaves that fit must be split with the examples: all of them, all but one, or only the first one,
+    which defines the number of examples. Examples taken out of the batch must give the same outputs."""
     x, size = to_device(x, device_of(network)), batch_size(x)
     others = [i for i, fit in enumerate(fits) if fit][1:]
     rows = [size - 1, 0]
@@ -397,7 +395,7 @@ def nonfinite(x: Any, device: torch.device) -> Tensor:
 _CASTS = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
 
 
-_QUOTED = 120  # characters of PyTorch's message in ours
+_QUOTED = 120  # the most characters of PyTorch's message to quote
 
 
 @contextmanager
@@ -414,7 +412,7 @@ def explained(network: nn.Module, x: Any) -> Iterator[None]:
 def _explanation(network: nn.Module, x: Any, error: Exception) -> str:
     kind = network_name(network)
     if isinstance(error, NotImplementedError) and "forward" in str(error):
-        return f"{kind} has no forward: give it one that maps x to f, or name the submodule that does with network="
+        return f"{kind} has no forward: give it one that maps x to f, or use network= to name the submodule that does"
     leaves = tensors(x)
     shapes, dtypes = [str(list(leaf.shape)) for leaf in leaves], list(dict.fromkeys(leaf.dtype for leaf in leaves))
     noun = "an input of shape" if len(shapes) == 1 else "inputs of shapes"
@@ -429,5 +427,5 @@ def _explanation(network: nn.Module, x: Any, error: Exception) -> str:
         parameters = ", ".join(parameter.name for parameter in forward_parameters(network))
         way_out = f"its forward takes {parameters}, and x has {', '.join(map(repr, x))}"
     elif isinstance(error, TypeError):
-        way_out = "give it the inputs that its forward takes, several of them as ((x1, x2), y)"
+        way_out = "give it the inputs that its forward takes, and group several as ((x1, x2), y)"
     return f"{kind} cannot be run on {description}, with weights of {weights} ({message}): {way_out}"

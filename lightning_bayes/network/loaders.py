@@ -1,4 +1,5 @@
-"""Loaders around a user's loader, with a progress bar or an observer, and the bars themselves: tqdm's or a caller's."""
+"""Wrappers that add a progress bar or an observer to the user's loader, and the bars themselves: tqdm's or the
+caller's."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def reads_once(loader: Any) -> bool:
 
 
 def n_examples(loader: Any, processes: Processes | None = None) -> int | None:
-    """The number of examples of a loader, or of the loader that it wraps, over all processes; None, on all of them, if
-    it is unknown."""
+    """The number of examples of a loader, or of the loader that it wraps, over all processes. None, on every process,
+    if the number is unknown."""
     if (known := getattr(loader, "n_examples", None)) is not None:
         return int(known)
     if processes is not None and processes.size > 1:

@@ -1,4 +1,4 @@
-"""How the package speaks to its user. There are three kinds of messages, and a function for each:
+"""Messages to the user. There is one function for each of the three kinds:
 
 | function | for | where it appears |
 |---|---|---|
@@ -21,7 +21,8 @@ import warnings
 import torch.distributed as dist
 
 logger = logging.getLogger("lightning_bayes")
-logger.setLevel(logging.INFO)
+if not logger.level:  # the program has not set it
+    logger.setLevel(logging.INFO)
 _stderr = logging.StreamHandler()
 _stderr.addFilter(lambda record: not logging.root.handlers)
 logger.addHandler(_stderr)
@@ -36,8 +37,8 @@ class BayesWarning(UserWarning):
 
 
 def warn(message: str, *values: object, from_all: bool = False) -> None:
-    """Warn of something that the user should change. `values` fill the placeholders of `message`, as in `logging`. With
-    `from_all`, every process warns, because the first one may not see the problem."""
+    """Warn about something that the user should change. `values` fill the placeholders of `message`, as in `logging`.
+    With `from_all`, every process warns, because the first one may not see the problem."""
     if not (from_all or _is_first_process()):
         return
     level, frame = 1, inspect.currentframe()

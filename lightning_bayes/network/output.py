@@ -1,4 +1,4 @@
-"""`Output`: which part of a network's return value is its output `f`, and which dimension of `f` holds the classes.
+"""`Output`: which part of a network's return value is its output `f`, and which dimension of `f` indexes the classes.
 
 Inside the package every output is one tensor with its classes in dimension 1, as PyTorch's losses expect: `[B, C]` or
 `[B, C, T]`. A Hugging Face model, for example, returns a `ModelOutput` with an entry `logits`, `[B, T, C]` for tokens.
@@ -19,11 +19,11 @@ DEFAULT_KEY = "logits"
 
 @dataclass(frozen=True)
 class Output:
-    """How to read a network's return value. `options.Network` checks what users give.
+    """How to read a network's return value. `options.Network` checks the user's values.
 
     Args:
         key: The entry, attribute or index of `f`; None for a tensor, or for the entry `logits`.
-        class_dim: The dimension that holds the classes; None means dimension 1.
+        class_dim: The class dimension; None means dimension 1.
         together: Whether examples are rows of the output only, like the nodes of a graph, so an input cannot be split.
         squeeze: Whether a single output has an extra dimension, `[B, 1]`, that its target lacks.
         listed: Whether an input is a list with one entry per example.
@@ -40,8 +40,8 @@ class Output:
         return self == Output()
 
     def __call__(self, returned: Any) -> Any:
-        """The output `f` with classes in dimension 1. Without a `key`, a value that holds no tensor is returned as it
-        is; callers check the type."""
+        """The output `f` with classes in dimension 1. Without a `key`, a value that contains no tensor is returned
+        unchanged; callers check the type."""
         f = self.select(returned)
         if f is not None:
             return self.arranged(f)
@@ -49,7 +49,7 @@ class Output:
             return returned
         entries = f" with {', '.join(map(str, returned))}" if isinstance(returned, Mapping) else ""
         raise OutputError(
-            f"output={self.key!r} names no tensor in what the network returned, a {type(returned).__name__}{entries}"
+            f"output={self.key!r} finds no tensor in the network's return value, a {type(returned).__name__}{entries}"
         )
 
     def select(self, returned: Any) -> Tensor | None:
@@ -67,14 +67,15 @@ class Output:
         if dim is None:
             return f
         if not -f.ndim < dim < f.ndim:
-            raise OutputError(f"class_dim={dim} is no dimension of outputs of shape {list(f.shape)} after the first")
+            raise OutputError(f"class_dim={dim} is not a dimension after the first of outputs of shape {list(f.shape)}")
         return f if dim in (1, 1 - f.ndim) else f.movedim(dim, 1)
 
     def with_targets(self, returned: Any, y: Tensor, classes: bool) -> Output:
         """Complete the options from the shape of the targets `y`.
 
-        Class labels determine the class dimension, if none is given. If two are possible, token logits have it last
-        and plain tensors first. Other targets determine whether a single output has one dimension too many.
+        Class labels determine the class dimension, if none is given. If two are possible, it is the last one for token
+        logits and the first one for plain tensors. Other targets determine whether a single output has one dimension
+        too many.
         """
         f = self.select(returned)
         # Compare all dimensions but the first: targets may exist for some rows only, as for the nodes of a graph.
@@ -92,13 +93,13 @@ class Output:
 
 
 def wrap_output(network: nn.Module, output: Output) -> nn.Module:
-    """A network that returns `f` alone: `network` itself if `output` is the default."""
+    """A network that returns only `f`: `network` itself if `output` is the default."""
     network = unwrap_output(network)
     return network if output.is_default else _OutputView(network, output)
 
 
 def read_as(network: nn.Module, key: str | int | None, class_dim: int | None) -> nn.Module:
-    """The network with the output that a caller names, or unchanged without a name."""
+    """The network with the output `key` and this `class_dim`, or unchanged if both are None."""
     output = Output(key, class_dim)
     return network if output.is_default else wrap_output(network, output)
 
@@ -113,19 +114,19 @@ def output_of(network: nn.Module) -> Output:
 
 
 def network_name(network: nn.Module) -> str:
-    """The class of the user's module, for messages."""
+    """The class name of the user's module, for messages."""
     return type(unwrap_output(network)).__name__
 
 
 class _OutputView(nn.Module):
     """A wrapper without state: parameters, buffers, submodules, hooks and mode are looked up in the network itself, so
-    they keep their names and objects. The network's hooks run once, inside its own call."""
+    their names and identities do not change. The network's hooks run once, inside its own call."""
 
     _wrapped_network: nn.Module
     _wrapped_output: Output
 
     def __init__(self, network: nn.Module, output: Output) -> None:
-        # Without `nn.Module.__init__`, which would create empty state in the wrapper.
+        # `nn.Module.__init__` is not called, because it would create empty state in the wrapper.
         self.__dict__.update(_wrapped_network=network, _wrapped_output=output)
 
     def __getattr__(self, name: str) -> Any:

@@ -20,12 +20,12 @@ __all__ = ["pytree"]  # public as `torch.utils.pytree` only in recent releases
 
 
 def uncompiled(network: nn.Module) -> nn.Module:
-    """The module behind `torch.compile`, whose parameters have the names that its author gave them."""
+    """The module that `torch.compile` wraps, with its original parameter names."""
     return getattr(network, "_orig_mod", network)
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """The module's direct parameters, without duplicates removed and with those that are None."""
+    """The module's direct parameters, including duplicates and those that are None."""
     return module._parameters
 
 
@@ -61,7 +61,7 @@ def inner_schedulers(scheduler: Any) -> list[Any]:
 
 def gradient_hooks(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> list[dict[int, Any]]:
     """The non-empty dictionaries of gradient hooks. PyTorch cannot list or suspend hooks, and the handles that users
-    hold refer to these dictionaries."""
+    keep refer to these dictionaries."""
     hooks: list[Any] = [module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks]
     for module in modules:
         hooks += module._backward_hooks, module._backward_pre_hooks
@@ -72,8 +72,8 @@ def gradient_hooks(modules: Iterable[nn.Module], parameters: Iterable[nn.Paramet
 
 @contextmanager
 def refuse_recomputation(error: Exception, reentrant_only: bool = False) -> Iterator[None]:
-    """Raise `error` if a layer inside uses activation checkpointing, in either form or only in the reentrant one.
-    PyTorch has no hook for this, so the names that `checkpoint` looks up are replaced inside the context."""
+    """Raise `error` if a layer that runs inside the context uses activation checkpointing, in either form or only in
+    the reentrant one. PyTorch has no hook for this, so the names that `checkpoint` looks up are replaced."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise error
@@ -99,7 +99,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-# -- nodes of the autograd graph, which are public, unlike what they store -------------------------------------------
+# -- nodes of the autograd graph, which are public, unlike their contents ---------------------------------------------
 
 
 def saved(node: Node, name: str, default: Any = None) -> Any:

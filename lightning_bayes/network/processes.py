@@ -3,7 +3,7 @@
 `Processes` sums over processes that each see part of the data: the examples `rank, rank + size, …` of one global order.
 Monte-Carlo labels belong to an example's position in that order, so any number of processes, and any split into
 batches, gives the same sums: `uniforms` maps (seed, draw, example, output) directly to a number, by a counter-based
-generator (the SplitMix64 finaliser of Steele, Lea and Flood 2014). The functions between handle parameters that are
+generator (the SplitMix64 finaliser of Steele, Lea and Flood 2014). The remaining functions handle parameters that are
 sharded over processes (FSDP2).
 """
 
@@ -56,8 +56,8 @@ class Processes:
 
     @contextmanager
     def raising_together(self) -> Iterator[None]:
-        """Raise an error of one process on all of them when the context ends, because the others would wait for it in
-        their next sum. The context itself must not sum over processes."""
+        """If one process fails, raise its error on all of them when the context ends; otherwise the others would wait
+        for it in their next sum. The context itself must not sum over processes."""
         error: Exception | None = None
         try:
             yield
@@ -86,7 +86,7 @@ def distributed(t: Tensor) -> DTensor | None:
     """`t` if it is a distributed tensor, else None."""
     if not hasattr(t, "to_local"):
         return None
-    from torch.distributed.tensor import DTensor  # takes half a second, and only sharded networks need it
+    from torch.distributed.tensor import DTensor  # the import is slow, and only sharded networks need it
 
     return t if isinstance(t, DTensor) else None
 
@@ -116,8 +116,8 @@ def whole(t: Tensor) -> Tensor:
 
 
 def reshard(network: nn.Module) -> None:
-    """Free gathered weights. After a run without a backward pass a network may still hold whole weights, which neither
-    the optimizer nor a change of the shards reaches."""
+    """Free gathered weights. After a run without a backward pass a network may still have whole weights, which neither
+    the optimizer nor a change of the shards updates."""
     for module in network.modules():
         if hasattr(module, "reshard"):
             module.reshard()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""`Subset`: the parameters a posterior is over, and their flat vector.
+"""`Subset`: the parameters that a posterior covers, and their flat vector.
 
 A subset is all trainable parameters, the last layer, parameters by name, or single weights (a subnetwork). The flat
 vector concatenates the parameters in `named_parameters` order; a subnetwork keeps only some of its entries.
@@ -69,11 +69,12 @@ class Subset:
         return self.join([p.detach() for p in self.parameters(network).values()])
 
     def join(self, tensors: Iterable[Tensor], lead: int = 0) -> Tensor:
-        """One tensor per parameter, after `lead` further dimensions, as flat vectors.  # [*lead, ...] -> [*lead, P]"""
+        """Join one tensor per parameter, after `lead` leading dimensions, into flat vectors.
+        # [*lead, ...] -> [*lead, P]"""
         return self.narrow(torch.cat([t.reshape(*t.shape[:lead], -1) for t in tensors], dim=-1))
 
     def unflatten(self, vectors: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Flat vectors as one tensor per parameter, or per local shard, with zeros outside a subnetwork.
+        """Split flat vectors into one tensor per parameter, or per local shard, with zeros outside a subnetwork.
         # [*lead, P] -> {name: [*lead, *shape]}"""
         lead = vectors.shape[:-1]
         shards = [local(parameters[name]) for name in self.names]
@@ -109,14 +110,14 @@ def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def resolve_subset(network: nn.Module, subset: str | Sequence[str] | Tensor, last_layer: Sequence[str]) -> Subset:
-    """The `subset` argument of `fit_laplace`; `last_layer` holds the parameter names that tracing found."""
+    """The `subset` argument of `fit_laplace`; `last_layer` has the parameter names found by tracing."""
     parameters = trainable(network)
     if isinstance(subset, Tensor):
         return _subnetwork(parameters, subset)
     if subset == "all":
         if not parameters:
             raise SubsetError(
-                f"{network_name(network)} has no trainable parameter: set requires_grad on some, or name the subset"
+                f"{network_name(network)} has no trainable parameter: set requires_grad, or name parameters in subset="
             )
         return _whole(parameters)
     if subset == "last_layer":
@@ -146,7 +147,7 @@ def _whole(parameters: dict[str, nn.Parameter]) -> Subset:
 
 
 def _named(parameters: dict[str, nn.Parameter], wanted: list[str]) -> Subset:
-    """Parameters by name, or all parameters of a module by its name."""
+    """Select parameters by name, or all parameters of a module by its name."""
     chosen = set()
     for name in wanted:
         matches = {p for p in parameters if p == name or p.startswith(f"{name}.")}
@@ -158,14 +159,14 @@ def _named(parameters: dict[str, nn.Parameter], wanted: list[str]) -> Subset:
 
 
 def _subnetwork(parameters: dict[str, nn.Parameter], mask: Tensor) -> Subset:
-    """Single weights, from a boolean mask over all trainable weights or from positions."""
+    """Select single weights by a boolean mask over all trainable weights or by their positions."""
     total = sum(p.numel() for p in parameters.values())
     if mask.dtype == torch.bool:
         if mask.shape != (total,):
             raise SubsetError(f"the mask has shape {tuple(mask.shape)}, but there are {total} trainable weights")
         mask = mask.nonzero().squeeze(-1)
     if mask.is_floating_point() or mask.ndim != 1:
-        raise SubsetError("a subnetwork is a boolean mask over the trainable weights or a vector of their positions")
+        raise SubsetError("subset must be a boolean mask over the trainable weights or a vector of their positions")
     if mask.numel() == 0:
         raise SubsetError("the subnetwork selects no weight: choose at least one")
     mask = mask.unique().cpu().long()

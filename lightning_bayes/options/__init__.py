@@ -1,4 +1,5 @@
-"""Option objects: settings that belong together. They check themselves; a word stands for one with its defaults."""
+"""Option objects: groups of related settings, checked on construction. A word stands for an option with its
+defaults."""
 
 from lightning_bayes.arguments import to_plain
 from lightning_bayes.options.callback import Memory

@@ -1,4 +1,4 @@
-"""Options of callbacks and mixins: how they use their posterior, and what the online method remembers."""
+"""Options of callbacks and mixins: how to use the posterior, and the memory of the online method."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CurvatureAt = Literal["mean", "sample"]
 class UseOptions:
     """The arguments of `PosteriorCallback`, which documents them."""
 
-    name: str  # suffix of logged numbers, key among several callbacks, part of a file's name
+    name: str  # tells several callbacks apart: suffix of logged numbers, part of file names
     predictive: PredictiveOption
     network: Network = field(default_factory=Network)
     calibrate: CalibrateWord | None = "auto"
@@ -43,9 +43,9 @@ class UseOptions:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        text("name", self.name, "a word that tells this posterior from others")
+        text("name", self.name, "a word that identifies this posterior")
         if self.name == "map":
-            raise ValueError("name='map' is the name of the plain network's own scores: choose another")
+            raise ValueError("name='map' is reserved for the scores of the plain network: choose another name")
         if "/" in self.name or "\\" in self.name:
             raise ValueError(f"name must not contain a slash, got {self.name!r}")
         word("calibrate", self.calibrate, (*get_args(CalibrateWord), None))
@@ -68,11 +68,11 @@ class Memory:
     Args:
         average: multiply the new term by `α`: a moving average instead of a leaky sum.
         scale: factor of the curvature in the precision.
-        extrapolate: multiply a batch's curvature by `N/b`, to that of the dataset.
+        extrapolate: multiply a batch's curvature by `N/b`, to estimate that of the dataset.
         initial_curvature: `C₀`; the paper's code starts at the number of examples.
-        curvature_at: measure the curvature at the "mean", or at the "sample" as the paper's code does (with several
-            samples, their average).
-        threshold: features per example up to which `hessian="mixed"` is exact.
+        curvature_at: measure the curvature at the "mean", or at the "sample" as the paper's code does (averaged over
+            several samples).
+        threshold: the largest number of features per example for which `hessian="mixed"` is exact.
     """
 
     average: bool = False
@@ -92,7 +92,7 @@ class Memory:
 
 
 def memory_option(memory: Any) -> Memory:
-    """The option that `memory=` means."""
+    """Convert `memory=` to an option."""
     if memory is None:
         return Memory()
     return read_option("memory", memory, Memory, lambda given: instance("memory", given, Memory, "a Memory(…) or None"))

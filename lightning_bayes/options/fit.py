@@ -1,4 +1,4 @@
-"""What a fit takes: `structure=`, `curvature=`, `prior=`, and where to find the network and the data.
+"""Options of a fit: `structure=`, `curvature=`, `prior=`, and where to find the network and the data.
 
 A word stands for an option with its defaults: `structure="kron"` is `Kron()`, `curvature="fisher_mc"` is `FisherMC()`.
 """
@@ -30,11 +30,11 @@ Damping = Literal["glm", "ritter"]
 DiagonalMethod = Literal["exact", "approx", "mixed", "auto"]
 
 
-LARGEST_FULL = 2**26  # numbers in the rows of a full matrix that `structure="auto"` makes
+LARGEST_FULL = 2**26  # the most numbers in the rows of a full matrix for `structure="auto"`
 
 
 class StructureOption:
-    """Base of the options for `structure=`. Attributes that a structure does not offer have their neutral value."""
+    """Base of the options for `structure=`. Options that a structure lacks have neutral values."""
 
     kind: ClassVar[str]
     passes_once: ClassVar[bool] = True  # whether one pass over the data is enough
@@ -50,11 +50,12 @@ class StructureOption:
 
 @dataclass(frozen=True)
 class AutoStructure(StructureOption):
-    """`Full` for a regression if it is small, `Kron` otherwise: exactness improves the noise of a regression and its
-    prior, but not the probabilities of classes.
+    """`Full` for a small regression, `Kron` otherwise. An exact matrix improves the noise and prior of a regression,
+    but not class probabilities.
 
     Args:
-        largest: the number of weights, or of outputs of all training examples, up to which a regression is small.
+        largest: a regression is small if its number of weights, or of outputs over all training examples, is at most
+            this.
     """
 
     kind = "auto"
@@ -66,7 +67,7 @@ class AutoStructure(StructureOption):
         count("largest", self.largest)
 
     def resolve(self, scales_noise: bool, weights: int, outputs: int | None) -> StructureOption:
-        """The structure for these weights and outputs of all examples (None if they cannot be counted)."""
+        """The structure for these numbers of weights and of outputs over all examples (None if unknown)."""
         n = min(weights, math.inf if outputs is None else outputs)
         return Full() if scales_noise and n <= self.largest and n * weights <= LARGEST_FULL else Kron()
 
@@ -83,9 +84,9 @@ class Kron(StructureOption):
     """A Kronecker product for each layer (KFAC).
 
     Args:
-        rank: eigenpairs that each factor keeps beside a remainder: at most this many, or "auto" for those that hold
-            99 % of the trace of factors wider than 1,000, up to half of them. By default all.
-        weight_sharing: how layers that share weights over positions are summed, "expand" or "reduce".
+        rank: the largest number of eigenpairs that each factor keeps; one number replaces the others. "auto" keeps 99 %
+            of the trace of factors wider than 1,000, with at most half of their eigenpairs. By default all are kept.
+        weight_sharing: how to sum over the positions that share a layer's weights, "expand" or "reduce".
         damping: None adds the prior exactly. "glm" uses `(A + √δ) ⊗ (G + √δ)` with `A` a mean and `G` a sum over the
             data; "ritter" puts `√N` into each factor (Ritter et al. 2018).
         updatable: keep the factors, so that `posterior.update` can add data.
@@ -133,8 +134,8 @@ class Diag(StructureOption):
     """The diagonal.
 
     Args:
-        method: "exact" takes a backward pass for each output. One backward pass gives "approx" (linear in the number of
-            outputs and features), "mixed" (exact where layers are narrow), or "auto" (exact if all layers are).
+        method: "exact" takes a backward pass for each output. The others take one: "approx" (linear in the number of
+            outputs and features), "mixed" (exact where layers are narrow) and "auto" (exact if all layers are narrow).
     """
 
     kind = "diag"
@@ -148,7 +149,7 @@ class Diag(StructureOption):
 
 @dataclass(frozen=True)
 class LowRank(StructureOption):
-    """The leading eigenpairs of the whole matrix, by several passes over the data.
+    """The leading eigenpairs of the whole matrix, from several passes over the data.
 
     Args:
         rank: how many eigenpairs to keep.
@@ -184,18 +185,19 @@ STRUCTURES: dict[str, type[StructureOption]] = {
 
 
 def register_structure(word: str, passes: int) -> None:
-    """Make `structure=word` known for an accumulator that is defined elsewhere."""
+    """Register `structure=word` for an accumulator that is defined elsewhere."""
     if word not in STRUCTURES:
         STRUCTURES[word] = type(word, (StructureOption,), {"kind": word, "passes_once": passes == 1})
 
 
 def structure_option(structure: Any) -> StructureOption:
-    """The option that `structure=` means."""
+    """Convert `structure=` to an option."""
     return resolve_option("structure", structure, STRUCTURES)
 
 
 def curvature_estimate(curvature: Any, structure: StructureOption) -> tuple[str, int]:
-    """The word of the estimator, and the labels to draw for each example, if it suits the structure."""
+    """The name of the estimator and the number of labels to draw for each example. Raise an error if the structure does
+    not support it."""
     estimate, samples = curvature, 1
     if isinstance(curvature, FisherMC):
         estimate, samples = "fisher_mc", curvature.samples
@@ -207,14 +209,14 @@ def curvature_estimate(curvature: Any, structure: StructureOption) -> tuple[str,
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """The prior of the weights, whose strength is `prior_precision=`.
+    """The prior of the weights. `prior_precision=` sets its strength.
 
     Args:
-        mean: weights that the prior is around, by default zero: flat in the order of `posterior.mean`, the state dict
-            of a pretrained network, or, for a callback, the file of one of these, such as a checkpoint.
+        mean: the prior's mean, by default zero: a flat vector in the order of `posterior.mean`, the state dict of a
+            pretrained network, or, for a callback, the path of a file with one of these, such as a checkpoint.
         temperature: `T` in the precision `P = H/T + Λ`; below 1 the data count more.
-        posterior: another posterior over the same weights (for a callback, or its file), whose mean and precision are
-            the prior's. `prior_precision=` is then a factor on that precision. The sum with the curvature is exact for
+        posterior: another posterior over the same weights (for a callback, also its file). The prior takes its mean and
+            precision. `prior_precision=` is then a factor on that precision. The sum with the curvature is exact for
             "full" and "diag"; "kron" adds factors, which is an approximation.
     """
 
@@ -225,11 +227,11 @@ class Prior:
     def __post_init__(self) -> None:
         positive("temperature", self.temperature)
         if self.mean is not None and self.posterior is not None:
-            raise ValueError("a prior that is a posterior brings its own mean: leave mean= out, or pass mean= alone")
+            raise ValueError("posterior= already sets the prior's mean: pass either posterior= or mean=")
 
 
 def prior_option(prior: Any) -> Prior:
-    """The option that `prior=` means: an object, a posterior, or the file of one."""
+    """Convert `prior=`, which may be a posterior or its file, to an option."""
     return read_option("prior", prior, Prior, lambda posterior: Prior(posterior=posterior))
 
 
@@ -239,8 +241,9 @@ class Network:
 
     Args:
         name: the dotted name of the submodule; by default the module's own `forward`.
-        output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
-        class_dim: the dimension of f that counts classes; by default the shape of the targets decides.
+        output: the key, attribute or index of f in the network's return value. By default f is the returned tensor, or
+            the entry `logits`.
+        class_dim: the class dimension of f; by default the shape of the targets determines it.
     """
 
     name: str | None = None
@@ -253,9 +256,9 @@ class Network:
         if self.output is not None and (isinstance(self.output, bool) or not isinstance(self.output, (str, int))):
             raise ValueError(f"output must be a key, an attribute's name or an index, got {format_value(self.output)}")
         if self.output == "":
-            raise ValueError("output must name an entry of what the network returns, got an empty string")
+            raise ValueError("output must name an entry of the network's return value, got an empty string")
         if self.class_dim is not None and integer("class_dim", self.class_dim) == 0:
-            raise ValueError("class_dim=0 is the dimension of the examples: use 1, or -1 for the last")
+            raise ValueError("class_dim=0 is the batch dimension: use 1, or -1 for the last")
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,9 +268,9 @@ class FitData:
     Args:
         loader: a DataLoader, or the name of a method or attribute of the data module or module, used instead of the
             training data, for example the same examples without augmentation.
-        max_batches: end the pass after this many batches. By default it takes all data that training draws from, also
-            with `limit_train_batches`. Data without a length that training has not exhausted are read for as many
-            batches as an epoch took.
+        max_batches: end the pass after this many batches. By default it covers all training data, even with
+            `limit_train_batches`. If the data have no length and training did not exhaust them, it takes as many
+            batches as an epoch did.
     """
 
     loader: Any = None
@@ -281,20 +284,20 @@ class FitData:
 
 
 def network_option(network: Any) -> Network:
-    """The option that `network=` means."""
+    """Convert `network=` to an option."""
     return read_option("network", network, Network, Network)
 
 
 def output_option(output: Any) -> Network:
-    """The option that `output=` of a function means, which is given the network itself."""
+    """Convert `output=` to an option, for a function that is passed the network itself."""
     if not isinstance(output, Network):
         return Network(output=output)
     if output.name is not None:
-        raise ValueError(f"output= reads the network that is passed: pass the submodule {output.name!r} itself")
+        raise ValueError(f"output= cannot name a submodule: pass the submodule {output.name!r} itself")
     return output
 
 
 def data_option(data: Any) -> FitData:
-    """The option that `data=` means. A dictionary with other keys is a loader of Lightning's."""
+    """Convert `data=` to an option. A dictionary with other keys is a dictionary of loaders, as in Lightning."""
     is_loader = isinstance(data, Mapping) and not set(data) <= {"loader", "max_batches"}
     return FitData(data) if is_loader else read_option("data", data, FitData, FitData)

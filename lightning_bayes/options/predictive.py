@@ -16,7 +16,7 @@ class PredictiveOption:
     """Base of the options for `predictive=`."""
 
     kind: ClassVar[str]
-    is_linear: ClassVar[bool] = False  # whether it predicts with the linearised network, which has links
+    is_linear: ClassVar[bool] = False  # whether it uses the linearised network, to which `link` applies
 
     link: str | None = None
     samples: int = 0
@@ -29,12 +29,12 @@ class PredictiveOption:
 
 @dataclass(frozen=True)
 class GLM(PredictiveOption):
-    """The linearised network.
+    """Predict with the linearised network.
 
     Args:
         link: how to integrate over a classifier's outputs: "probit", "pairwise", "bridge" or "mc". By default the link
             that the posterior was calibrated with, or else the likelihood's first.
-        samples: outputs or functions to average over where there is no closed form.
+        samples: the number of outputs or functions to average where there is no closed form.
     """
 
     kind = "glm"
@@ -46,10 +46,10 @@ class GLM(PredictiveOption):
 
 @dataclass(frozen=True)
 class BNN(PredictiveOption):
-    """Weight samples through the network itself.
+    """Predict with the network itself at sampled weights.
 
     Args:
-        samples: how many.
+        samples: the number of weight samples.
     """
 
     kind = "bnn"
@@ -59,12 +59,13 @@ class BNN(PredictiveOption):
 
 @dataclass(frozen=True)
 class GP(PredictiveOption):
-    """The linearised network in function space, conditioned on training points that the posterior keeps.
+    """Predict with the linearised network in function space, conditioned on training points that the posterior stores.
 
     Args:
-        points: random training points to keep when fitting; None keeps all. They become part of the posterior's file.
-        outputs: whether a network's outputs are "joint" or "independent" of each other; "auto" is joint while points
-            times outputs are few.
+        points: the number of random training points to keep when fitting; None keeps all. They are saved with the
+            posterior.
+        outputs: whether to treat the network's outputs as "joint" or "independent"; "auto" is joint if points times
+            outputs is small.
         link: as in `GLM`.
         samples: as in `GLM`.
     """
@@ -86,7 +87,7 @@ class GP(PredictiveOption):
 
 @dataclass(frozen=True)
 class MAP(PredictiveOption):
-    """The network at its trained weights, without a posterior."""
+    """Predict with the network at its trained weights, without a posterior."""
 
     kind = "map"
 
@@ -98,5 +99,5 @@ PREDICTIVES: dict[str, type[PredictiveOption]] = {kind.kind: kind for kind in (G
 
 
 def predictive_option(predictive: Any) -> PredictiveOption:
-    """The option that `predictive=` means."""
+    """Convert `predictive=` to an option."""
     return resolve_option("predictive", predictive, PREDICTIVES)

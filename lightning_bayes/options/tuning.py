@@ -29,26 +29,27 @@ class Tuning:
     """How to choose the prior precision, and a regression's noise, after a fit.
 
     Args:
-        method: "auto" (what measures best), "marglik" (gradients of the evidence), "mackay" (its fixed point), "linear"
-            (the evidence at the linear model's optimum) or "grid" (the best score on validation data).
+        method: "auto" (the method with the best measured results), "marglik" (gradients of the evidence), "mackay" (its
+            fixed point), "linear" (the evidence at the linear model's optimum) or "grid" (the best score on validation
+            data).
         groups: None tunes one precision for all layers, "layers" one for each, and "normalised" one for each layer
-            directly before a normalisation and one for the rest. For the three methods by evidence.
-        noise: also tune a regression's noise. For the methods by evidence.
-        steps: of the optimiser, at most; by default 100, and 1000 for "mackay".
-        tolerance: stop when the logarithms of prior and noise move by less, by default 1e-7. For "mackay"; with
-            `iterate`, also of the gradient, by default 1e-3.
+            directly before a normalisation and one for the rest. Only for the three evidence methods.
+        noise: also tune a regression's noise. Only for the evidence methods.
+        steps: the largest number of optimiser steps; by default 100, and 1000 for "mackay".
+        tolerance: stop when the logarithms of prior and noise change by less than this, by default 1e-7. Only for
+            "mackay" and `iterate`, which also applies it to the gradient and has the default 1e-3.
 
-        iterate: for "linear": find prior and optimum of the linearised network together, by passes over the training
-            data.
-        passes: of `iterate`, at most.
-        fisher: of `iterate`: take the outputs' Fisher at the network's "weights" or at the linear model's "optimum".
+        iterate: for "linear": find the prior and the optimum of the linearised network together, in several passes over
+            the training data.
+        passes: for `iterate`: the largest number of passes.
+        fisher: for `iterate`: take the output Fisher at the network's "weights" or at the linear model's "optimum".
 
         metric: for "grid": a torchmetrics metric of `(probs, y)`, `(mean, y)` or `(mean, variance, y)`, whose
             `higher_is_better` says which score is best. By default the negative log-likelihood.
         low: the smallest prior precision of the grid, by default 1e-4.
-        high: the largest, by default 1e4.
-        size: how many there are, by default 33. With none of the three, `predictive="gp"` tries the posterior's own
-            precision times 13 factors from 0.1 to 1000 (GLM paper, table 2).
+        high: the largest prior precision, by default 1e4.
+        size: the number of prior precisions, by default 33. If none of the three is set, `predictive="gp"` tries the
+            posterior's own precision times 13 factors from 0.1 to 1000 (GLM paper, table 2).
     """
 
     method: TuneWord = "auto"
@@ -93,12 +94,12 @@ class Tuning:
 
     @property
     def by_evidence(self) -> bool:
-        """Whether the evidence chooses."""
+        """Whether the method maximises the evidence."""
         return self.method in get_args(EvidenceWord)
 
     @property
     def needs_exact_sum(self) -> bool:
-        """Whether the method holds for the exact sum of curvature and prior only."""
+        """Whether the method requires the exact sum of curvature and prior."""
         return self.method in ("mackay", "linear")
 
 
@@ -107,16 +108,16 @@ class Learning:
     """How `MarginalLikelihoodCallback` learns prior precisions and noise while the network trains.
 
     Args:
-        method: climb the evidence at the current weights by Adam ("marglik") or by MacKay's fixed point ("mackay"), or
-            climb the evidence at the optimum of the linearised network by Adam ("linear").
-        steps: after each pass over the data, at most.
-        lr: learning rate of Adam, in the logarithms of prior and noise.
+        method: maximise the evidence at the current weights with Adam ("marglik") or MacKay's fixed point ("mackay"),
+            or the evidence at the optimum of the linearised network with Adam ("linear").
+        steps: the largest number of steps after each pass over the data.
+        lr: Adam's learning rate for the logarithms of prior and noise.
         noise: also learn a regression's noise.
-        keep: at the end of training, keep the weights and priors with the "best" evidence (at the weights), or the
-            "last".
-        loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood; by default measured on the
+        keep: which weights and priors to keep at the end of training: those with the "best" evidence (at the weights),
+            or the "last".
+        loss_scale: `c`, if the loss is `c` times the mean negative log-likelihood; by default it is measured on the
             first batch.
-        n_data: examples in the training data; None counts them.
+        n_data: the number of training examples; None counts them.
     """
 
     method: EvidenceWord = "marglik"
@@ -138,7 +139,7 @@ class Learning:
 
 
 def tuning_option(tune: Any, name: str = "tune") -> Tuning | None:
-    """The option that `tune=` means, or another argument of this name."""
+    """Convert `tune=`, or another argument called `name`, to an option."""
 
     def by_word(method: Any) -> Tuning:
         return Tuning(word(name, method, get_args(TuneWord)))
@@ -147,7 +148,7 @@ def tuning_option(tune: Any, name: str = "tune") -> Tuning | None:
 
 
 def learning_option(evidence: Any) -> Learning:
-    """The option that `evidence=` of `MarginalLikelihoodCallback` means."""
+    """Convert `evidence=` of `MarginalLikelihoodCallback` to an option."""
 
     def by_word(method: Any) -> Learning:
         return Learning(word("evidence", method, get_args(EvidenceWord)))

@@ -1,4 +1,5 @@
-"""Symmetric positive semi-definite matrices over a network's parameters, each with the algebra its form allows."""
+"""Symmetric positive semi-definite matrices over a network's parameters, each with the operations that its form
+supports."""
 
 from lightning_bayes.structures.base import Eigenbasis, InverseTerms, Layout, Piece, Structure, StructureError
 from lightning_bayes.structures.block_diagonal import BlockDiagonal

@@ -4,9 +4,9 @@ positions of its blocks.
 Structures are immutable values. Vectors are rows, so a stack of vectors is `[..., P]`. `H.add_prior(δ)` turns a
 curvature `H` into a precision; `sample` then draws from the Gaussian with that precision, `N(0, M⁻¹)`.
 
-To define a structure, write a frozen dataclass with the abstract methods, and a `name` if posteriors with it are to be
-saved. The inherited methods are correct for any matrix. Override `layer_blocks` and `output_covariances` for faster
-predictions.
+To define a structure, write a frozen dataclass with the abstract methods, and give it a `name` so that posteriors with
+it can be saved. The inherited methods are correct for any matrix. Override `layer_blocks` and `output_covariances` for
+faster predictions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class StructureError(ValueError):
-    """This form of matrix does not support the operation, or not with these arguments."""
+    """This form of matrix does not support the operation, or does not support these arguments."""
 
 
 def positive(eigenvalues: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Layout:
 
     The flat vector follows `named_parameters`: a layer's whole weight, then its bias. A Kronecker block needs the joint
     matrix `[W b]` of shape `[g, O, I + 1]`, row by row, and a transposed convolution stores its weight as `[I, O, k]`.
-    Slices and permutations reorder between the two without index vectors.
+    Slices and permutations convert between the two without index vectors.
 
     >>> layout = Layout((Piece(0, (1, 2, 3)), Piece(6, (1, 2, 1))))  # a Linear(3, 2): weight first, then bias
     >>> layout.gather(torch.arange(8)).tolist()
@@ -208,8 +208,8 @@ class Structure(ABC):
 
     @abstractmethod
     def root_solve(self, vectors: Tensor) -> Tensor:
-        """`v R` for each row, with a root `RᵀR = M⁻¹` that depends on `M` alone and not on the basis of a
-        decomposition: the symmetric root, or a triangular one.  # [..., P] -> [..., P]"""
+        """`v R` for each row, with a root `RᵀR = M⁻¹` that depends only on `M`, not on the basis of a decomposition:
+        the symmetric root, or a triangular one.  # [..., P] -> [..., P]"""
 
     @abstractmethod
     def logdet(self) -> Tensor:
@@ -243,11 +243,11 @@ class Structure(ABC):
 
     @property
     def can_add_data(self) -> bool:
-        """Whether it holds everything that `add_data` needs."""
+        """Whether it stores everything that `add_data` needs."""
         return True
 
     def add_damping(self: Self, precision: Tensor, split: float = 1.0) -> Self:
-        """Add the prior; a Kronecker product damps its factors instead, and `split` moves scale between them."""
+        """Add the prior. A Kronecker product damps its factors instead; `split` moves scale between them."""
         return self.add_prior(precision)
 
     def eigenbasis(self, vectors: Tensor | None = None, groups: Tensor | None = None) -> Eigenbasis | None:
@@ -296,7 +296,7 @@ class Structure(ABC):
 
     @property
     def has_layer_blocks(self) -> bool:
-        """Whether predictions can go layer by layer, without a Jacobian of all weights."""
+        """Whether predictions can be computed layer by layer, without a Jacobian of all weights."""
         cls = type(self)
         return cls.layer_blocks is not Structure.layer_blocks or cls.inverse_terms is not Structure.inverse_terms
 
@@ -305,7 +305,7 @@ class Structure(ABC):
         return [ParameterBlock(subset.names, self, torch.arange(self.size, device="cpu"))]
 
     def input_factor(self, rows: Tensor) -> Factor:
-        """`Σ_o M_oo` over the rows of a layer's matrix, whose entries are at these positions.  # [O, I] -> [1, I, I]"""
+        """`Σ_o M_oo` over the rows of a layer's matrix, given the positions of its entries.  # [O, I] -> [1, I, I]"""
         total = torch.zeros(rows.shape[1], rows.shape[1], dtype=self.dtype, device=self.device)
         for row in rows.to(self.device):
             for start in range(0, len(row), step := max(1, 2**26 // self.size)):
@@ -322,8 +322,8 @@ class Structure(ABC):
 
     @classmethod
     def inverse_terms(cls: type[Self], matrices: Sequence[Self]) -> list[InverseTerms] | None:
-        """The inverses as a diagonal and a few columns, or None if they lack that form. Parts that several matrices
-        share (several priors) are the same objects."""
+        """The inverses as a diagonal and a few columns, or None if they do not have that form. Matrices that share a
+        part (several priors) return the same object for it."""
         return None
 
     @classmethod
@@ -402,8 +402,8 @@ class Structure(ABC):
 
 
 class cached_outside_graphs(Generic[T]):
-    """A property of a structure that is computed once, unless the structure is part of an autograd graph: a value kept
-    from a call under `no_grad` would cut the graph. Inference tensors are not kept either."""
+    """A property of a structure that is computed once, unless the structure is part of an autograd graph: a value
+    cached under `no_grad` would cut the graph. Inference tensors are not cached either."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self._compute, self._key = compute, f"cached {compute.__name__}"

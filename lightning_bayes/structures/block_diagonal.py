@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class BlockDiagonal(Structure):
-    """A matrix with these `blocks`; `layouts` holds their positions in the flat vector and `names` their names."""
+    """A matrix with these `blocks`; `layouts` are their positions in the flat vector, and `names` their names."""
 
     name: ClassVar[str] = "BlockDiagonal"
     word: ClassVar[str] = "kron"
@@ -80,7 +80,7 @@ class BlockDiagonal(Structure):
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         if self._is_in_graph:
             return super().sample(n, generator)
-        noise = self._noise(n, generator)  # overwritten, because new memory would cost as much as a rotation
+        noise = self._noise(n, generator)  # overwritten below, because allocation would cost as much as a rotation
         self._each(lambda block, at: at.scatter(block.root_solve(at.gather(noise)), noise), self.layouts)
         return noise
 
@@ -137,14 +137,14 @@ class BlockDiagonal(Structure):
         self._check_same_form(other)
         assert isinstance(other, BlockDiagonal)
         if self.layouts != other.layouts:
-            raise StructureError("cannot add block-diagonal matrices whose blocks lie in different places")
+            raise StructureError("cannot add block-diagonal matrices with blocks at different positions")
         return other.blocks
 
     def _with(self, blocks: Iterable[Structure]) -> BlockDiagonal:
         return replace(self, blocks=tuple(blocks))
 
     def _each(self, operation: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
-        """`operation` for every block, with one item of each sequence; an error names the block."""
+        """Call `operation` on every block with its item of each sequence; an error names the block."""
         results = []
         for name, block, *items in zip(self.names, self.blocks, *arguments, strict=True):
             try:

@@ -8,7 +8,7 @@ float64, once for all factors and priors, and eigenvalues within its rounding be
 
 `M` uses a Cholesky factor in float64 instead if the prior differs between parameters, because the sum then has other
 eigenvectors, or if `H` is part of a graph, because equal eigenvalues have no derivatives. Draws use `M = LLᵀ`, which
-takes a small part of the time: `ε L⁻¹ ~ N(0, M⁻¹)`, and `L` is unique. They use the symmetric root only if the rounding
+takes a fraction of the time: `ε L⁻¹ ~ N(0, M⁻¹)`, and `L` is unique. They use the symmetric root only if the rounding
 of `H` matters beside the prior and the eigenvalues have to correct it.
 """
 
@@ -31,7 +31,7 @@ TOLERATED = 1e-3  # the share of a prior precision that rounding of the curvatur
 
 @dataclass(frozen=True, eq=False)
 class Dense(Structure):
-    """`M = factor · matrix + diag(shift)`, with one `shift` or `[P]`."""
+    """`M = factor · matrix + diag(shift)`, with a scalar `shift` or one per parameter."""
 
     name: ClassVar[str] = "Dense"
     word: ClassVar[str] = "full"
@@ -61,7 +61,7 @@ class Dense(Structure):
         return Dense(self.matrix * self.factor + other.matrix * other.factor, shift=self.shift + other.shift)
 
     def add_data(self, other: Structure) -> Dense:
-        return self.add_approximately(other)  # few data may be stored on the smaller side
+        return self.add_approximately(other)  # `other` may be a `RowSpace`
 
     def add_approximately(self, other: Structure) -> Dense:
         """Exact for any other matrix."""
@@ -78,7 +78,7 @@ class Dense(Structure):
         return Eigenbasis(values, values.new_ones(()), groups, rotated)
 
     def trace_terms(self, other: Structure) -> Tensor:
-        """In float64, with the same clamped matrices as the other operations."""
+        """Computed in float64, with the same clamped matrices as the other operations."""
         M = other._matrix() if isinstance(other, Dense) else in_float64(other.to_dense())
         return cast_like(torch.cholesky_solve(M, torch.linalg.cholesky(self._matrix())).diagonal(), self.matrix)
 
@@ -99,12 +99,12 @@ class Dense(Structure):
         return (vectors @ Q * cast_like(positive(values).reciprocal(), Q)) @ Q.mT
 
     def root_solve(self, vectors: Tensor) -> Tensor:
-        """`v L⁻¹` with `M = LLᵀ`, or `v M^(-1/2)` if `H` had to be clamped and `M` has its eigenvectors."""
+        """`v L⁻¹` with `M = LLᵀ`, or `v M^(-1/2)` if `H` is clamped and `M` has its eigenvectors."""
         if self._needs_clamping and not self._uses_cholesky:
             values, Q = self._eigen
             return (vectors @ Q * cast_like(positive(values).rsqrt(), Q)) @ Q.mT
         if not (torch.as_tensor(self.shift) != 0).any():
-            positive(self._eigen[0])  # a Cholesky factor may miss a singular matrix
+            positive(self._eigen[0])  # a Cholesky decomposition may succeed for a singular matrix
         rows = in_float64(vectors.reshape(-1, self.size))
         solved = torch.linalg.solve_triangular(self._cholesky, rows, upper=False, left=False)
         return cast_like(solved.reshape(vectors.shape), vectors)
@@ -118,7 +118,7 @@ class Dense(Structure):
 
     @classmethod
     def row_covariances(cls, blocks: Sequence[Dense], rows: Tensor, form: CovarianceForm) -> list[Tensor]:
-        """One rotation for all priors. With groups of eigenvalues, the covariances of all priors are sums of the same
+        """Rotates once for all priors. With groups of eigenvalues, the covariances of all priors are sums of the same
         few matrices."""
         if len(blocks) == 1 or any(not block._shares_eigenvectors(blocks[0]) for block in blocks):
             return super().row_covariances(blocks, rows, form)
@@ -140,7 +140,7 @@ class Dense(Structure):
         return cast_like(self._eigen[0].log().sum(), self.matrix)
 
     def _with(self, factor: Tensor | float, shift: Tensor | float) -> Dense:
-        """The same `H`, whose decomposition is shared."""
+        """The same `H` with another factor and shift; its decomposition is shared."""
         other = Dense(self.matrix, factor, shift)
         other.__dict__["_decomposition"] = self._decomposition
         return other
@@ -213,7 +213,7 @@ class Decomposition:
 
 
 def _rows_times(rows: Tensor, Q: Tensor) -> Tensor:
-    """In one product; a batched one would read `Q` for each example.  # [..., P], [P, n] -> [..., n]"""
+    """`rows Q` in one product; a batched product would read `Q` for each example.  # [..., P], [P, n] -> [..., n]"""
     return (rows.reshape(-1, rows.shape[-1]) @ Q).reshape(*rows.shape[:-1], -1)
 
 

@@ -121,7 +121,7 @@ class Diagonal(Structure):
 
 
 class _LazySum(Diagonal):
-    """`diag(values + δ)`, summed on first use, so that until then a posterior only stores its mean and curvature."""
+    """`diag(values + δ)`, summed on first use: until then a posterior stores only its mean and curvature."""
 
     _terms: tuple[Tensor, Tensor | Callable[[], Tensor]]
 

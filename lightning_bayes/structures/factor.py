@@ -1,4 +1,4 @@
-"""A symmetric positive semi-definite factor `M` `[g, d, d]` of a Kronecker product, by its eigenpairs.
+"""A symmetric positive semi-definite factor `M` `[g, d, d]` of a Kronecker product, stored as eigenpairs.
 
 A wide factor may keep `k < d` eigenpairs. One number `ρ`, the remainder, then replaces the other eigenvalues:
 
@@ -13,7 +13,7 @@ The eigenpairs come from
 - `XXᵀ`, if there are fewer rows than columns; exact;
 - the nonzero columns, if others are zero (padding, dead units); exact;
 - a block Krylov space `[MΩ, M²Ω, …]`, if a `rank` is given, with random `Ω` that are the same on every process, fully
-  orthogonalised (Musco and Musco 2015), until it holds enough of the trace or is twice as large as the rank;
+  orthogonalised (Musco and Musco 2015), until it contains enough of the trace or is twice as large as the rank;
 - `eigh` otherwise.
 """
 
@@ -31,15 +31,15 @@ from lightning_bayes.network.float64 import cast_like, eigh, in_float64
 Rank = int | str | None  # the number of eigenpairs a factor keeps: at most this many, "auto", or all
 
 WIDE = 1000  # "auto" decomposes narrower factors completely
-SHARE = 0.99  # of the trace, which "auto" keeps in eigenpairs
-MOST = 2  # a Krylov space is at most this part of the whole
+SHARE = 0.99  # the share of the trace that "auto" keeps in eigenpairs
+MOST = 2  # a Krylov space has at most `1 / MOST` of all dimensions
 BLOCK = 64  # vectors at a time
-ROUNDING = 32  # times eps: the tolerance when the squares in a row of all eigenvectors should sum to one
+ROUNDING = 32  # times eps: the tolerance when squared entries of eigenvectors should sum to one
 
 
 @dataclass(frozen=True, eq=False)
 class Gram:
-    """A symmetric PSD matrix, stored as it is or by `X` with fewer rows than columns, `M = XᵀX`."""
+    """A symmetric PSD matrix, stored directly or as `X` with fewer rows than columns, `M = XᵀX`."""
 
     array: Tensor  # [g, d, d], or X [g, r, d]
     is_rows: bool = False
@@ -73,8 +73,8 @@ class Gram:
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """A symmetric PSD factor by its eigenvectors and eigenvalues. `vectors=None` is the identity: a diagonal factor,
-    such as that of the one-hot inputs of an embedding."""
+    """A symmetric PSD factor, stored as eigenvectors and eigenvalues. `vectors=None` is the identity: a diagonal
+    factor, such as the one for the one-hot inputs of an embedding."""
 
     vectors: Tensor | None  # [g, d, k], eigenvectors in columns
     values: Tensor  # [g, k]
@@ -89,7 +89,7 @@ class Factor:
 
     @staticmethod
     def of(gram: Gram, keep_matrix: bool = False, rank: Rank = None, all_vectors: bool = False) -> Factor:
-        """Decompose; `all_vectors` asks for all `d` eigenvectors. The eigenvalues of a matrix in a graph are
+        """Decompose a matrix; `all_vectors` computes all `d` eigenvectors. The eigenvalues of a matrix in a graph are
         differentiable, the vectors are not: equal eigenvalues would make their derivatives infinite."""
         detached = replace(gram, array=gram.array.detach())
         nonzero = (gram.diagonal != 0).any(0).nonzero().flatten()  # columns
@@ -133,7 +133,7 @@ class Factor:
 
     @cached_property
     def is_complete(self) -> bool:
-        """Whether the eigenpairs hold all of the matrix."""
+        """Whether the eigenpairs represent the whole matrix."""
         return self.remainder is None or not bool(self.remainder.any())
 
     @property
@@ -188,8 +188,7 @@ class Factor:
         return sum(rest, inside @ Q.mT if dim == -1 else Q @ inside)
 
     def expand(self, spectrum: Tensor, dim: int, frame: bool = True) -> Tensor:
-        """One number for each column of `E` (or, without `frame`, for each eigenvalue) from one for each entry of the
-        spectrum."""
+        """Expand one number per entry of the spectrum to one per column of `E` or, without `frame`, per eigenvalue."""
         if self.remainder is None:
             return spectrum
         d, k = self.size, self.values.shape[-1]
@@ -248,7 +247,7 @@ class Factor:
 
     @cached_property
     def live(self) -> Tensor:
-        """The coordinates that `M` does not map to zero. A small image never reaches the others with its padding.
+        """The coordinates that `M` does not map to zero. In a convolution of a small image, the others see padding.
         # [d], bool"""
         if self.vectors is None:
             return self.values.ne(0).any(0)
@@ -257,8 +256,8 @@ class Factor:
         return (self.vectors.square() @ self.values.unsqueeze(-1)).ne(0).any(0).squeeze(-1)
 
     def on(self, rows: Tensor) -> tuple[Factor, Tensor] | None:
-        """`M` on some coordinates, with the numbers of the eigenpairs that have entries there; None if one of these has
-        entries elsewhere, too.  # [d], bool"""
+        """`M` on some coordinates, with the indices of the eigenpairs that have entries there; None if one of these
+        also has entries elsewhere.  # [d], bool"""
         if self.vectors is None:
             return None
         vectors = self.vectors[:, rows]
@@ -301,8 +300,8 @@ def _from_matrix(gram: Gram) -> tuple[Tensor, Tensor]:
 
 
 def _from_rows(gram: Gram) -> tuple[Tensor, Tensor]:
-    """The eigenpairs of `XᵀX` from those of `XXᵀ`, in descending order. In float64, because `XXᵀ` squares the singular
-    values of `X`; QR restores the orthonormality that rounding destroys.  # [g, r], [g, d, r]"""
+    """The eigenpairs of `XᵀX` from those of `XXᵀ`, in descending order. Computed in float64, because `XXᵀ` squares the
+    singular values of `X`; QR restores the orthonormality that rounding destroys.  # [g, r], [g, d, r]"""
     X = in_float64(gram.array)
     values, rotation = eigh(X @ X.mT, gram.name)
     vectors = torch.linalg.qr(X.mT @ rotation.flip(-1)).Q
@@ -334,7 +333,7 @@ def _from_products(V: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _largest(values: Tensor, vectors: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The `k` largest, in their given order.  # [g, k], [g, d, k]"""
+    """The `k` largest eigenpairs, in their given order.  # [g, k], [g, d, k]"""
     if k >= values.shape[-1]:
         return values, vectors
     places = values.argsort(-1, descending=True)[:, :k].sort(-1).values
@@ -378,7 +377,7 @@ def _orthonormal(block: Tensor, basis: Tensor) -> Tensor:
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:
-    """Drawn on the CPU, so it is the same on every device and process.  # [g, d, b]"""
+    """Normal noise, drawn on the CPU so that it is the same on every device and process.  # [g, d, b]"""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(like.shape[-2:], generator=generator, dtype=torch.float64, device="cpu")
     return noise.to(like).expand_as(like)

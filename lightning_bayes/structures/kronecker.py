@@ -39,8 +39,8 @@ from lightning_bayes.structures.output_covariance import (
     rotated_covariances,
 )
 
-NARROW = 64  # columns, with which fewer multiplications save no time
-ROUNDING = 2**10  # times eps: what vanishes beside the prior precision, in draws
+NARROW = 64  # for this few columns, fewer multiplications save no time
+ROUNDING = 2**10  # times eps and the prior precision: draws ignore smaller eigenvalues
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +148,7 @@ class Kronecker(Structure):
                 "a Kronecker block takes one prior precision for the whole layer: use a scalar or per-layer prior, or "
                 "structure='diag' or 'full'"
             )
-        left, right = self.left.without_matrix(), self.right.without_matrix()  # data are added to a curvature alone
+        left, right = self.left.without_matrix(), self.right.without_matrix()  # data cannot be added to a precision
         return replace(self, left=left, right=right, shift=self.shift + precision.flatten()[0])
 
     def add_damping(self, precision: Tensor, split: float = 1.0) -> Kronecker:
@@ -189,13 +189,13 @@ class Kronecker(Structure):
 
     @cached_outside_graphs
     def _inverse_roots(self) -> Tensor:
-        """Every draw needs them, and `positive` waits for the device."""
+        """Cached, because every draw needs them and `positive` waits for the device."""
         return positive(self.values).rsqrt()
 
     @cached_outside_graphs
     def _partial_root(self) -> PartialRoot | None:
-        """`M^(-1/2)` by the eigenvectors that the data determine, or None if it costs less to rotate everything, or if
-        `δ` is not one positive number."""
+        """`M^(-1/2)` by the eigenvectors that the data determine, or None if a full rotation costs less, or if `δ` is
+        not a positive scalar."""
         left, right, δ = self.left, self.right, torch.as_tensor(self.shift).to(self.left.values)
         if left.vectors is None or right.vectors is None or δ.ndim or not δ > 0 or self._is_in_graph:
             return None
@@ -205,14 +205,14 @@ class Kronecker(Structure):
         widths = (seen[:, columns] * numbers).amax(1) if len(columns) else seen.sum(1)
         rows = _most_first(widths)
         if any(len(n) and n.max() >= f.values.shape[-1] for n, f in ((rows, left), (columns, right))):
-            return None  # of a remainder
+            return None  # the remainder exceeds rounding
         changes = self._inverse_roots[:, rows][..., columns] - δ.rsqrt()
         root = PartialRoot.of(left.vectors[..., rows], right.vectors[..., columns], changes, widths[rows], δ.rsqrt())
         return root if root.work < (left.size + right.size) * left.size * right.size else None
 
     @cached_outside_graphs
     def _inverse_values(self) -> Tensor:
-        """Every prediction needs them."""
+        """Cached, because every prediction needs them."""
         return self.left.expand(self.values.reciprocal(), -2)
 
     @classmethod
@@ -313,17 +313,17 @@ class Kronecker(Structure):
 
 @dataclass(frozen=True, eq=False)
 class PartialRoot:
-    """`Σ (E_G ⊗ E_A) diag(c) (E_G ⊗ E_A)ᵀ + δ^(-1/2) I` with `c = (λμ + δ)^(-1/2) − δ^(-1/2)`. A `λμ` that vanishes in
-    rounding beside `δ` counts as zero. Each step of the sum takes the eigenvectors `E_G` that meet the same number of
-    `E_A`, up to a factor of two or `NARROW`."""
+    """`Σ (E_G ⊗ E_A) diag(c) (E_G ⊗ E_A)ᵀ + δ^(-1/2) I` with `c = (λμ + δ)^(-1/2) − δ^(-1/2)`. A `λμ` that is only
+    rounding beside `δ` counts as zero. Each step of the sum takes the eigenvectors `E_G` that are paired with the same
+    number of `E_A`, up to a factor of two or `NARROW`."""
 
     steps: tuple[tuple[Tensor, Tensor, Tensor], ...]  # E_G [g, O, r], E_A [g, I, k] and c [g, r, k]
-    inputs: Tensor | None  # in which the E_A are not zero; None for most
+    inputs: Tensor | None  # coordinates where the E_A are not zero; None if these are most
     scale: Tensor  # δ^(-1/2)
 
     @staticmethod
     def of(left: Tensor, right: Tensor, changes: Tensor, widths: Tensor, scale: Tensor) -> PartialRoot:
-        """The first `widths` columns of each row of the changes are not zero; they descend.  # [r]"""
+        """In each row of `changes`, the first `widths` columns are not zero. The widths descend.  # [r]"""
         used, steps, start = right.ne(0).any(-1).any(0), [], 0
         inputs = None if _is_most(used) else used.nonzero().flatten()
         right = right if inputs is None else right[:, inputs]
@@ -362,12 +362,12 @@ def _work(A: Tensor, B: Tensor) -> tuple[int, int]:
 
 
 def _most_first(counts: Tensor) -> Tensor:
-    """The indices of the positive ones, in descending order."""
+    """The indices of the positive counts, largest count first."""
     return counts.argsort(descending=True, stable=True)[: int((counts > 0).sum())]
 
 
 def _is_most(rows: Tensor) -> bool:
-    """Whether so many rows are marked that leaving out the others gains little."""
+    """Whether so many rows are marked that leaving out the others saves little."""
     return 4 * int(rows.sum()) > 3 * len(rows)
 
 

@@ -28,7 +28,7 @@ from lightning_bayes.structures.factor import Factor
 
 @dataclass(frozen=True, eq=False)
 class LowRank(Structure):
-    """`M = U diag(values) Uᵀ + diag(shift)`, with one `shift` or `[P]`."""
+    """`M = U diag(values) Uᵀ + diag(shift)`, with a scalar `shift` or one per parameter."""
 
     name: ClassVar[str] = "LowRank"
     word: ClassVar[str] = "lowrank"
@@ -115,8 +115,9 @@ class LowRank(Structure):
         return (inside / (self.values + D)) @ self.vectors.mT + rest / D
 
     def root_solve(self, vectors: Tensor) -> Tensor:
-        """The symmetric root with one shift. With many, `D^(-1/2) (I + D^(-1/2) H D^(-1/2))^(-1/2)`; both factors are
-        functions of `H` and `D` and do not depend on the basis `U`."""
+        """The symmetric root for a scalar shift. For one shift per parameter,
+        `D^(-1/2) (I + D^(-1/2) H D^(-1/2))^(-1/2)`; both factors are functions of `H` and `D` and do not depend on the
+        basis `U`."""
         D = positive(self._shifts)
         if not D.ndim:
             inside, rest = self._split(vectors)

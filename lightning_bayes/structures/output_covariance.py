@@ -10,13 +10,13 @@ outputs of the network; its Jacobian is `J = Σ_t g aᵀ`. If `P⁻¹ = (Q_G ⊗
 where the first is one matrix product of `T(T + 1)/2` rows and the second builds `J̃` a few examples at a time. Per
 weight they cost `T(T + 1)/2` and `KT + K²` multiplications.
 
-Several priors `δ` change only `W_oi = 1/(λ_o μ_i + δ)`. Approximately, `λ` and `μ` are taken in groups `p` and `q` of
-similar size. The sums `C_pq` of `J̃_koi J̃_loi` over each pair of groups then hold for every prior:
+Several priors `δ` change only `W_oi = 1/(λ_o μ_i + δ)`. As an approximation, `λ` and `μ` are put into groups `p` and
+`q` of similar size. The sums `C_pq` of `J̃_koi J̃_loi` over each pair of groups are then the same for every prior:
 
     Σ(δ) = Σ_pq w_pq(δ) C_pq,    w(δ) = 1/(s + δ) · (1 + v/2 · s(s − δ)/(s + δ)²),
 
 where `log s` is the mean of `log λ_o μ_i` in the groups and `v` its variance: the mean of `1/(e^x + δ)` to second
-order. On a ResNet-18 the variances were off by .2 % on average and by at most 1.5 %.
+order. On a ResNet-18 the variances were off by 0.2 % on average and by at most 1.5 %.
 
 For the few columns of a matrix `V` `[P, k]`, `JacobianColumns` sums
 
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 PIECE = 2**24  # bytes of a layer's Jacobian at a time
 PAIRS = 2**21  # bytes of products of positions at a time
 MEMORY = 2**25  # bytes per step of a product with columns
-LEFT_WIDTH, RIGHT_WIDTH = 1.0, 0.7  # of a group of eigenvalues, in log
-NEGLIGIBLE = 0.01  # times the prior precision: smaller eigenvalues are one group
+LEFT_WIDTH, RIGHT_WIDTH = 1.0, 0.7  # the widths of groups of eigenvalues, in log
+NEGLIGIBLE = 0.01  # times the prior precision: smaller eigenvalues form one group
 Rotation = Callable[[Tensor, int], Tensor]  # into an eigenbasis, along one of the last two dimensions
 
 
 class CovarianceForm:
     """The requested entries: for each "example" `[B, K, K]`, for the whole batch ("joint") `[B·K, B·K]`, or only the
-    variances ("marginal") `[B, K]`. `approximate` admits groups of eigenvalues where there are several priors."""
+    variances ("marginal") `[B, K]`. `approximate` allows groups of eigenvalues if there are several priors."""
 
     def __init__(self, form: str, approximate: bool = False) -> None:
         self.joint, self.marginal = form == "joint", form == "marginal"
@@ -99,7 +99,7 @@ def rotated_covariances(
     right: Rotation | None = None,
     tail: int = 1,
 ) -> list[Tensor]:
-    """One covariance for each `W` `[G, O, I]`, whose last column is that of the last `tail` columns of `ã`. `right` and
+    """One covariance for each `W` `[G, O, I]`. Its last column applies to the last `tail` columns of `ã`. `right` and
     `left` rotate inputs and gradients; None means that they are already rotated. The Jacobian is rotated instead if it
     is smaller."""
     T, I = a.shape[2:]
@@ -115,7 +115,7 @@ def rotated_covariances(
 
 
 def rotate_inputs(a: Tensor, right: Rotation) -> Tensor:
-    """In one product for all examples; a batched one would copy the eigenvectors for each.  # [G, B, T, I]"""
+    """Rotates all examples in one product; a batched product would copy the eigenvectors for each.  # [G, B, T, I]"""
     return right(a.flatten(1, 2), -1).unflatten(1, a.shape[1:3])
 
 
@@ -142,7 +142,7 @@ def _position_pairs(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_pairs(variances: Sequence[Tensor], a: Tensor, g: Tensor, form: CovarianceForm, tail: int) -> list[Tensor]:
-    """One position `t` at a time, with all `u ≥ t`."""
+    """Takes one position `t` at a time, with all `u ≥ t`."""
     (G, B, T, I), K, O = a.shape, len(g), g.shape[4]
     few = max(1, PAIRS // (G * T * max(I, K * O) * a.element_size()))
     totals: list[list[Tensor]] = [[] for _ in variances]
@@ -173,7 +173,7 @@ def _by_jacobian(
     left: Rotation | None,
     right: Rotation | None,
 ) -> list[Tensor]:
-    """A few examples at a time, and a few outputs of a large layer."""
+    """Takes a few examples at a time, and a few outputs of a large layer."""
     (G, B, _, I), K, O = a.shape, g.shape[0], g.shape[4]
     totals = [form.zeros(B, K, g) for _ in variances]
     examples = B if form.joint else max(1, PIECE // (G * K * O * I * a.element_size()))
@@ -208,8 +208,8 @@ def _jacobian_of(a: Tensor, g: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class EigenvalueGroups:
-    """Eigenvalues in groups `width` wide in log; all up to `negligible` are one group. An eigenvalue counts in the mean
-    of its group in proportion to its size, as in the data."""
+    """Eigenvalues in groups of this `width` in log; all up to `negligible` form one group. The mean of a group weights
+    each eigenvalue by its size."""
 
     index: Tensor  # the group of each eigenvalue [n]
     means: Tensor  # [q]
@@ -237,12 +237,12 @@ class EigenvalueGroups:
 
     @cached_property
     def order(self) -> Tensor:
-        """Of the eigenvalues, by group.  # [n]"""
+        """The indices of the eigenvalues, sorted by group.  # [n]"""
         return self.index.argsort(stable=True)
 
     @cached_property
     def parts(self) -> list[slice]:
-        """Of each group in this order."""
+        """The slice of each group in this order."""
         ends = self.index.bincount().cumsum(0).tolist()
         return [slice(*both) for both in zip([0, *ends], ends, strict=False)]
 
@@ -267,7 +267,7 @@ class GroupedSpectrum:
         return GroupedSpectrum(p, q, (1 + v / 2 * s * (s - δ) / (s + δ).square()) / (s + δ))
 
     def covariances(self, a: Tensor, g: Tensor, form: CovarianceForm) -> list[Tensor]:
-        """One for each prior, from rotated inputs `[1, B, T, I]` and gradients `[K, 1, B, T, O]`."""
+        """One covariance for each prior, from rotated inputs `[1, B, T, I]` and gradients `[K, 1, B, T, O]`."""
         (_, B, T, I), K, O = a.shape, g.shape[0], g.shape[4]
         by_pairs = pairs_first(g, form) and K * T * T <= O * I
         few = max(1, PIECE // (K * (K * T * T if by_pairs else O * I) * a.element_size()))
@@ -282,7 +282,7 @@ class GroupedSpectrum:
         return [torch.cat(of_prior) for of_prior in zip(*parts, strict=True)]
 
     def of_rows(self, J: Tensor, form: CovarianceForm) -> list[Tensor]:
-        """One for each prior, from a rotated Jacobian `[B, K, O, I]`."""
+        """One covariance for each prior, from a rotated Jacobian `[B, K, O, I]`."""
         J = J.index_select(-2, self.left.order).index_select(-1, self.right.order)
         return self._of_sorted_rows(J, form)
 

@@ -64,7 +64,7 @@ class RowSpace(LowRank):
         return RowSpace.from_rows(rows, self.shift + other.shift)
 
     def add_data(self, other: Structure) -> Structure:
-        """A dense matrix where the rows of both are as many as the weights, or where it has to be differentiable."""
+        """The sum is dense if both together have as many rows as weights, or if it has to be differentiable."""
         in_graph = self._is_in_graph or other._is_in_graph
         if isinstance(other, RowSpace) and self.rank + other.rank < self.size and not in_graph:
             return self + other

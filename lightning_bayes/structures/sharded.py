@@ -1,6 +1,6 @@
 """A diagonal matrix that is sharded over processes like the weights (FSDP2, tensor parallelism).
 
-Vectors hold the entries of this process, `[..., p]`. Scalars belong to the whole matrix: all processes must call
+Vectors contain the entries of this process, `[..., p]`. Scalars belong to the whole matrix: all processes must call
 `logdet`, `quadratic`, `inverse_quadratic`, `sums` and `sample` together, and entries on several processes count once.
 
 All processes share the key of a draw. The number of a weight depends on the key and on the weight's position in the
@@ -43,7 +43,7 @@ class ShardedDiagonal(Diagonal):
         return layers.repeat_interleave(torch.tensor([shard.size for shard in self.shards], device="cpu"))
 
     def eigenbasis(self, vectors: Tensor | None = None, groups: Tensor | None = None) -> None:
-        """None: a process holds only a part of the entries."""
+        """None, because a process has only part of the entries."""
 
     def logdet(self) -> Tensor:
         return self.sums(self.values.log()).sum()
@@ -82,7 +82,7 @@ class ParameterShard:
     start: int  # the position of the parameter in the flat vector of the whole network
     shape: torch.Size  # of the whole parameter
     indices: tuple[Tensor, ...]  # [local] for each dimension
-    copies: int  # number of processes that hold the same part
+    copies: int  # number of processes that have the same part
 
     @staticmethod
     def of(parameter: Tensor, start: int) -> ParameterShard:

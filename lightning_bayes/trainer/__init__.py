@@ -1,4 +1,4 @@
-"""Everything that callbacks share about the user's LightningModule and Trainer."""
+"""Code that all callbacks share for the user's LightningModule and Trainer."""
 
 from lightning_bayes.trainer.module import ModuleError
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback

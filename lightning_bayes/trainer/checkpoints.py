@@ -1,8 +1,8 @@
-"""The checkpoints and files of a run: which weights a checkpoint holds, and how a posterior gets into it.
+"""The checkpoints and files of a run: which weights a checkpoint has, and how a posterior gets into it.
 
 A checkpoint keeps the weights, optimizers and loops that Lightning wrote; only the state of one callback is added. A
-checkpoint with weights only holds no callback state, so its posterior goes into a sidecar file next to it. Paths may be
-URLs of any file system that Lightning writes to.
+weights-only checkpoint has no callback state, so its posterior goes into a sidecar file next to it. Paths may be URLs
+of any file system that Lightning writes to.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _roles(trainer: Trainer) -> dict[str, Role]:
     ]
     roles: dict[str, Role] = {}
     for path, role in paths:
-        if path:  # a link, as `save_last="link"` makes, is the checkpoint that it points to
+        if path:  # a link (`save_last="link"`) counts as the checkpoint that it points to
             roles.setdefault(os.path.realpath(path) if is_local(path) else str(path), role)
     return roles
 
@@ -156,7 +156,7 @@ def callback_state(trainer: Trainer, path: str, key: str, part: str) -> Any:
 
 
 def sidecar_path(path: Any, name: str) -> str:
-    """The posterior's file next to a checkpoint that holds weights only."""
+    """The posterior's file next to a weights-only checkpoint."""
     return f"{os.path.splitext(str(path))[0]}.{name}_posterior.pt"
 
 
@@ -201,7 +201,7 @@ def weights_of(trainer: Trainer, module: LightningModule, path: str) -> Iterator
 
 
 def copied_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the parameters and buffers, also of those that are not in the `state_dict`."""
+    """Copies of the parameters and buffers, including those that are not in the `state_dict`."""
     return {name: t.detach().clone() for name, t in _tensors(module)}
 
 

@@ -113,7 +113,7 @@ def exact_pass(
         if processes.size > 1:
             warn(
                 "the training data cannot be indexed, so each process passes over its own loader: examples that "
-                "several loaders repeat count several times"
+                "several loaders return count several times"
             )
         limits = [number for number in (limit, max_batches) if isinstance(number, int)]
         return ExactPass(_FirstBatches(loader, min(limits)) if limits else loader, None, module, trainer)
@@ -233,7 +233,7 @@ def as_list(loaders: Any) -> list[Any]:
 
 
 def first_loader(loaders: Any) -> Any:
-    """The first dataloader; None without one, as if a hook returns an empty list."""
+    """The first dataloader, or None if there is none, for example because a hook returned an empty list."""
     while isinstance(loaders, (list, tuple, dict)):
         loaders = next(iter(as_list(loaders)), None)
     return loaders
@@ -265,8 +265,8 @@ def _indices(loader: DataLoader[Any]) -> list[int]:
         return sorted(int(i) for i in sampler.indices)
     if not isinstance(sampler, (RandomSampler, SequentialSampler, DistributedSampler)):
         warn(
-            f"the training loader chooses its examples by a {type(sampler).__name__}; the posterior counts every "
-            "example of the dataset once: to leave some out, give the loader a Subset of it"
+            f"the training loader uses a {type(sampler).__name__}, but the posterior counts every "
+            "example of the dataset once: to leave some out, give the loader a Subset"
         )
     return list(range(len(loader.dataset)))  # type: ignore[arg-type]
 
@@ -325,7 +325,7 @@ class _FirstBatches:
 
 
 def is_datamodule(thing: Any) -> bool:
-    """Whether it is a data module of `lightning` or `pytorch_lightning`; a module has the same hooks."""
+    """Whether it is a data module of `lightning` or `pytorch_lightning`, and not a module, which has the same hooks."""
     return hasattr(thing, "prepare_data") and hasattr(thing, "setup") and not isinstance(thing, (nn.Module, type))
 
 
@@ -369,8 +369,8 @@ def _is_set_up(owner: Any) -> bool:
         return False
     if not is_default_data_hook(owner, "teardown"):
         warn(
-            f"{type(owner).__name__} was torn down after training and is set up again: a random split needs a fixed "
-            "seed, or the posterior is tuned on training examples; or pass the loaders of training and validation"
+            f"{type(owner).__name__} was torn down after training and is set up again: fix the seed of a random split, "
+            "or else the posterior is tuned on training examples, or pass the training and validation loaders"
         )
         return False
     if own_trainer.train_dataloader is not None:
@@ -395,11 +395,11 @@ def data_processes(trainer: Trainer | None) -> Processes:
 
 
 _OPEN = (
-    "the training data have no length, and training has not reached their end: the posterior uses {} batches, the "
+    "the training data have no length, and training did not reach their end: the posterior uses {} batches, the "
     "number in an epoch; FitData(max_batches=…) sets another number"
 )
 _WHOLE = (
-    "the fit takes all training data, although limit_train_batches={} ends an epoch earlier: limit it with "
+    "the fit uses all training data, although limit_train_batches={} ends an epoch earlier: limit it with "
     "data=FitData(max_batches=…)"
 )
 _RANDOM = (
@@ -413,7 +413,7 @@ _RANDOM = (
 class Epoch:
     """How far training has read data without a length. A checkpoint stores it."""
 
-    batches: int = 0  # of the longest epoch so far
+    batches: int = 0  # in the longest epoch so far
     has_ended: bool = False  # whether an epoch has exhausted the data
 
     def count(self, batch_idx: int, is_last: bool) -> None:
@@ -447,13 +447,13 @@ class FitLoader:
         return loader() if callable(loader) else loader
 
     def owner(self, *owners: Any) -> Any:
-        """The first of `owners` (None for none) that has an attribute with the given name; an error if none has it."""
+        """The first of `owners` that has an attribute with the given name; raise if none has it. Owners may be None."""
         existing = [owner for owner in owners if owner is not None]
         for owner in existing:
             if not isinstance(self.source, str) or hasattr(owner, self.source):
                 return owner
         kinds = " or ".join(type(owner).__name__ for owner in existing)
-        raise DataError(f"data={self.source!r} is no method or attribute of {kinds}, and no DataLoader")
+        raise DataError(f"data={self.source!r} is neither a DataLoader nor a method or attribute of {kinds}")
 
     def exact_pass(
         self, trainer: Trainer | None, module: LightningModule, loader: Any, alone: bool = False
@@ -475,7 +475,7 @@ class FitLoader:
         return data
 
     def _report_whole(self, trainer: Trainer, loader: Any) -> None:
-        """Say once that the fit takes more batches than an epoch of training."""
+        """Report once that the fit uses more batches than an epoch of training."""
         limit = trainer.limit_train_batches
         if self._reported_whole or not is_sized(loader):
             return

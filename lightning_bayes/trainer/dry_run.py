@@ -78,7 +78,7 @@ class DryRun:
             return
         x, y = pair
         if not isinstance(y, Tensor):
-            inputs.batch_size(x)  # raises if x holds no tensor either
+            inputs.batch_size(x)  # raises if x has no tensor either
             raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}: {_SPLIT}")
         x = inputs.contained(network, x, y)
         size, modules = inputs.batch_size(x), [network]
@@ -183,7 +183,7 @@ def _training_outputs(network: nn.Module, x: Any, rng: RandomState, trainer: Tra
     """The outputs in training mode, with the random numbers that the step began with; None if that fails."""
     if any(isinstance(module, nn.SyncBatchNorm) and module.training for module in network.modules()):
         return None  # it would wait for all processes
-    # On copies, because the graph of the step still needs the buffers.
+    # Run on copies, because the graph of the step still needs the buffers.
     buffers = {name: b.detach().clone() for name, b in network.named_buffers()}
     with preserved_rng(rng.device), torch.no_grad(), eager(), forward_context(trainer), _no_warnings():
         rng.restore()
@@ -197,7 +197,7 @@ def _training_outputs(network: nn.Module, x: Any, rng: RandomState, trainer: Tra
 
 @contextmanager
 def _no_warnings() -> Iterator[None]:
-    """The step itself will repeat the warnings of the network."""
+    """Silence the network's warnings, because the step itself will repeat them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -231,10 +231,10 @@ def _free_memory(device: torch.device) -> float:
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative, of a gradient; 2e-2 for 16-bit outputs
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative error of a gradient; 2e-2 for 16-bit outputs
 _FLAT = 1e-3  # smaller residuals are mostly rounding
-_FAR_OFF = 0.25  # relative, of a value, which penalties, augmentation and noise change as well
-SAME_SCALE = 0.01  # relative
+_FAR_OFF = 0.25  # relative error of a value, which penalties, augmentation and noise also change
+SAME_SCALE = 0.01  # relative error of a scale
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,8 @@ def compare_gradients(
     read: Callable[[Tensor], Tensor],
 ) -> LossFit | None:
     """Compare the gradients of `loss` times `scale` and of the NLL with respect to `outputs`, the tensors that the
-    network returned; `read` turns such a tensor, or its gradient, into `f`. Returns None if the graph has no answer."""
+    network returned; `read` turns such a tensor, or its gradient, into `f`. Returns None if the graph does not allow
+    it."""
     try:
         gradients = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
     except RuntimeError as error:  # the graph supports one backward pass only, or no `autograd.grad`
@@ -287,7 +288,8 @@ def compare_gradients(
 
 
 def _before_normalisation(likelihood: Likelihood, f: Tensor, g: Tensor) -> Tensor:
-    """The gradient; for log-probabilities, which a loss may use without normalising them, the one of their logits."""
+    """The gradient; if `f` are log-probabilities that the loss does not normalise again, the gradient of their
+    logits."""
     f, g = widen(f), widen(g)
     if not likelihood.chooses_one_class or f.logsumexp(1).abs().max() > 1e-3:
         return g
@@ -340,7 +342,7 @@ def recognise_scale(name: str, likelihood: Likelihood, c: float, given: float | 
     known = {scale / over for scale in likelihood.loss_scales for over in (1, n_targets)}
     fitting = [scale for scale in known if math.isclose(c, scale, rel_tol=SAME_SCALE)]
     if given is None and fitting:
-        inform(f"{loss}, a sum or mean over the {n_targets} targets of an example: taken as loss_scale=")
+        inform(f"{loss}, as for a sum or mean over the {n_targets} targets of an example: using it as loss_scale=")
         return fitting[0]
     warn(
         f"{loss}, but loss_scale={assumed:.4g} is assumed, so the curvature is {(c / assumed) ** 2:.4g} "
@@ -350,7 +352,7 @@ def recognise_scale(name: str, likelihood: Likelihood, c: float, given: float | 
 
 
 class OutputReader:
-    """Turns what the network returned for `x` into its outputs `f`, and gradients likewise."""
+    """Converts what the network returned for `x`, or its gradient, to the layout of the outputs `f`."""
 
     def __init__(self, network: nn.Module, x: Any) -> None:
         self._network, self._output, self._x = unwrap_output(network), output_of(network), x
@@ -385,7 +387,7 @@ class OutputRecorder:
     def _record(self, module: nn.Module, args: Any, output: Any) -> None:
         tensor = self.read.select(module, output)
         if tensor is None or not tensor.requires_grad or not tensor.ndim:
-            return  # under DDP, a call of the module may also be one of its step
+            return  # under DDP, calling the module may run its step
         shape = self.read(tensor).shape
         if shape == self._shape or (self._shape is None and shape[0] == self._size):
             self._outputs[module].append(tensor)

@@ -42,8 +42,8 @@ HALVES = (slice(0, None, 2), slice(1, None, 2))  # every other example
 
 @dataclass(frozen=True)
 class HeldOutScores:
-    """NLL, and ECE or coverage, on held-out data: of the plain network, of the plain network with a temperature (or a
-    variance factor), and of the posterior."""
+    """Held-out NLL, and ECE or coverage, of the plain network, the plain network with a temperature (or a variance
+    factor), and the posterior."""
 
     plain: dict[str, float]
     tempered: dict[str, float]
@@ -125,7 +125,7 @@ def choose_on_validation(
 
 
 def validation_data(trainer: Trainer | None, module: LightningModule, loaders: Any = None) -> ExactPass | None:
-    """All of the first validation dataloader, on every process, so that all choose the same; None without one."""
+    """All of the first validation dataloader, on every process, so that all choose the same; None if there is none."""
     if trainer is not None and is_dev_run(trainer):
         return None
     loaders = trainer.val_dataloaders if loaders is None and trainer is not None else loaders

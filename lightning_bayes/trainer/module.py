@@ -86,7 +86,7 @@ class ReplacedMethod:
 
     def __init__(self, module: LightningModule, name: str) -> None:
         self._module, self._name = module, name
-        self._on_instance = module.__dict__.get(name)  # if the user has set one there
+        self._on_instance = module.__dict__.get(name)  # if the user has set one on the instance
         self.original: Callable[..., Any] = getattr(module, name)
 
     def install(self, method: Callable[..., Any]) -> None:
@@ -116,7 +116,7 @@ class PredictStep(ReplacedMethod):
             )
 
     def say_replaced(self) -> bool:
-        """Tell the user that their `predict_step` does not run; return whether that is so."""
+        """Inform the user if their `predict_step` does not run, and return whether that is the case."""
         if self._both or is_default_predict_step(self.original):
             return False
         inform(
@@ -162,6 +162,6 @@ def refuse_sharded(trainer: Trainer, who: str) -> None:
     kind = class_name(trainer.strategy, _SHARDED)
     if kind is not None:
         raise RuntimeError(
-            f"{who} needs every process to hold the whole network, which {kind} does not: use "
+            f"{who} needs the whole network on every process, but {kind} shards it: use "
             "strategy='ddp' or a single device"
         )

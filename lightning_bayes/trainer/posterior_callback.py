@@ -87,14 +87,14 @@ class PosteriorCallback(Callback):
             the probabilities ("probs"), or by a factor on a regression's variance and the degrees of freedom of its
             tails. "outputs" finds a temperature of the network's outputs instead; None finds none.
 
-        name: suffix of the logged numbers, and key among several callbacks.
+        name: suffix of the logged numbers; each callback of a Trainer needs a different name.
         ood: dataloaders after the first hold out-of-distribution data.
         plots: write a reliability diagram (for a regression, a calibration curve) to the logger, or as a PNG file.
         save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
             logger and checkpoints are off and it would go into the working directory.
         predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
 
-        seed: of everything that is drawn.
+        seed: the seed of all random draws.
         progress: show progress bars.
     """
 
@@ -109,8 +109,8 @@ class PosteriorCallback(Callback):
     seed: int = _option("seed")
     progress: bool = _option("progress")
 
-    trains_at_its_weights: ClassVar[bool] = True  # and not at samples around them
-    keeps_points: ClassVar[bool] = False  # training points, for predictive="gp"
+    trains_at_its_weights: ClassVar[bool] = True  # not at samples around them
+    keeps_points: ClassVar[bool] = False  # whether it stores training points, for predictive="gp"
     priority: ClassVar[int] = 2  # callbacks with a lower number run first, whatever their order on the Trainer
     why_one: ClassVar[str] = ""  # why a Trainer can have only one of these callbacks, if so
     only_weights: ClassVar[str] = ""  # the only weights that can have a posterior, if so, and what to do
@@ -141,20 +141,20 @@ class PosteriorCallback(Callback):
             raise ValueError(f"{type(self).__name__} keeps no training points for predictive='gp': use LaplaceCallback")
         if plots:
             require_matplotlib()
-        self._module: LightningModule | None = None  # that was seen last
+        self._module: LightningModule | None = None  # the module seen last
         self._read_as = Output(use.network.output, use.network.class_dim)  # completed by the first batch
         self._posterior: GaussianPosterior | None = None
-        self._stored: dict[str, Any] | None = None  # of a checkpoint, until the module is there
+        self._stored: dict[str, Any] | None = None  # the state from a checkpoint, until the module is known
         self._file = PosteriorFile(use.name, use.save)
         self._spawn_result = SpawnResultFile()
-        self._has_trained = False  # in the `fit` that runs
-        self._dry_run: DryRun | None = None  # until the first step is over
-        self._scores: TrainerScores | None = None  # of the running `validate` or `test`
-        self._predict_step: PredictStep | None = None  # while `predict` runs
-        self._draws: SharedDraws | None = None  # while `validate`, `test` or `predict` runs
+        self._has_trained = False  # in the current `fit`
+        self._dry_run: DryRun | None = None  # set until the first step ends
+        self._scores: TrainerScores | None = None  # set during `validate` and `test`
+        self._predict_step: PredictStep | None = None  # set during `predict`
+        self._draws: SharedDraws | None = None  # set during `validate`, `test` and `predict`
         self._said_replaced = False
-        self._is_unaveraged = False  # whether the module has other weights than a checkpoint's posterior belongs to
-        self._checkpoint: Any = None  # that the weights of the running `validate`, `test` or `predict` came from
+        self._is_unaveraged = False  # whether the checkpoint's posterior belongs to other weights than the module's
+        self._checkpoint: Any = None  # the checkpoint of the current `validate`, `test` or `predict`
 
     @property
     def state_key(self) -> str:
@@ -164,7 +164,7 @@ class PosteriorCallback(Callback):
 
     @property
     def posterior(self) -> GaussianPosterior:
-        """The posterior. Before there is one, raises an error that says how to get it."""
+        """The posterior. Without one, raises an error that says how to get it."""
         posterior = self._find_posterior()
         if posterior is None:
             raise RuntimeError(self._missing())
@@ -207,7 +207,7 @@ class PosteriorCallback(Callback):
         )
 
     def _read_spawn_result(self) -> None:
-        """In the parent of launched processes, load the state that rank zero has written."""
+        """In the parent process, load the state that rank zero wrote."""
         content = self._spawn_result.read()
         if content is not None:
             self._posterior = self._stored = None
@@ -247,7 +247,7 @@ class PosteriorCallback(Callback):
         return x
 
     def _own_likelihood(self) -> Likelihood | None:
-        """A likelihood defined by the user, which no file can hold."""
+        """A likelihood defined by the user, which a file cannot store."""
         return None if type(self.likelihood).__module__.startswith("lightning_bayes.") else self.likelihood
 
     # -- fit -----------------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class PosteriorCallback(Callback):
             self._spawn_result.write(trainer, {"state": self.state_dict(), "posterior_path": path})
 
     def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
-        """Fit and store the posterior; after a `fit` without a step, `only_missing` ones."""
+        """Fit and store the posterior. After a `fit` without a step, fit `only_missing` posteriors."""
 
     # -- the dry run on the first batch --------------------------------------------------------------------------------
 
@@ -343,7 +343,7 @@ class PosteriorCallback(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._scores = None
-        if trainer.state.fn == "fit":  # the weights in training have no posterior
+        if trainer.state.fn == "fit":  # the weights have no posterior during training
             return
         problem = self._why_unused(trainer)
         if problem:
@@ -378,7 +378,7 @@ class PosteriorCallback(Callback):
     on_test_epoch_end = on_validation_epoch_end
 
     def _why_unused(self, trainer: Trainer) -> str:
-        """Why the present weights have no posterior; empty if they have one. Without a posterior only the module's own
+        """Why the current weights have no posterior; empty if they have one. Without a posterior, only the module's own
         steps run, with a warning."""
         if self._is_unaveraged:
             return _UNAVERAGED
@@ -400,7 +400,7 @@ class PosteriorCallback(Callback):
             raise RuntimeError(problems[self])
         for callback, problem in problems.items():
             if problem:
-                warn(f"predict returns no prediction by {callback.name!r}: {problem}")
+                warn(f"predict returns no prediction of {callback.name!r}: {problem}")
         if not callbacks:
             return
         self._predict_step = PredictStep(pl_module, callbacks)
@@ -429,8 +429,8 @@ class PosteriorCallback(Callback):
         return {"posterior": self._stored}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # A checkpoint from the middle of training holds none. The callback keeps its posterior, which then refuses the
-        # other weights.
+        # A checkpoint from the middle of training has no posterior. The callback keeps its own, which rejects the other
+        # weights.
         if state_dict["posterior"] is not None:
             self._posterior, self._stored = None, state_dict["posterior"]
 
@@ -439,7 +439,7 @@ class PosteriorCallback(Callback):
             self._is_unaveraged = is_unaveraged(pl_module, checkpoint)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process: the posterior as in a checkpoint."""
+        """Pickle the posterior as a checkpoint stores it."""
         own = {**self.__dict__, "_posterior": None, "_scores": None, "_draws": None}
         return {**own, "_stored": self.state_dict().get("posterior")}
 
@@ -448,7 +448,7 @@ class PosteriorCallback(Callback):
         if is_dev_run(trainer):
             return
         self._file.write(trainer, self.posterior)
-        if not is_sharded(inputs.whole_network(self.posterior.network)):  # no checkpoint of one file holds its weights
+        if not is_sharded(inputs.whole_network(self.posterior.network)):  # one file cannot store its weights
             self._put_into(trainer, self._list_checkpoints(trainer) if checkpoints is None else checkpoints)
 
     def _put_into(self, trainer: Trainer, checkpoints: list[CheckpointInfo]) -> None:
@@ -463,7 +463,7 @@ class PosteriorCallback(Callback):
         put_posterior(trainer, checkpoint.path, self.state_key, self.name, self.state_dict(), posterior)
 
     def _load_sidecar(self, trainer: Trainer) -> None:
-        """Load the posterior of a checkpoint with weights only from the file next to it."""
+        """Load the posterior of a weights-only checkpoint from the file next to it."""
         self._checkpoint = trainer.ckpt_path
         path = trainer.ckpt_path and sidecar_path(trainer.ckpt_path, self.name)
         if trainer.state.fn != "fit" and path and self._module is not None and exists(path):
@@ -511,7 +511,7 @@ class CallbackPrior:
         """The prior for this network, with its files read."""
         prior = self.prior
         if isinstance(prior.posterior, (str, PathLike)):
-            # The network may have other weights than the posterior was fitted to.
+            # The posterior may have been fitted to other weights of the network.
             prior = replace(prior, posterior=GaussianPosterior.from_state_dict(network, read(prior.posterior)))
         if isinstance(prior.mean, (str, PathLike)):
             saved = read_any(prior.mean, "prior mean")
@@ -522,14 +522,14 @@ class CallbackPrior:
         if not isinstance(prior.mean, Mapping):
             return prior
         mean: dict[str, Tensor] = {}
-        for name, _ in uncompiled(network).named_parameters():  # by its name in the network, or in the module around it
+        for name, _ in uncompiled(network).named_parameters():  # look up both the network's and the module's name
             weight = prior.mean.get(name, prior.mean.get(f"{self._within}.{name}"))
             if weight is not None:
                 mean[name] = weight
         return replace(prior, mean=mean)
 
     def means(self, network: nn.Module, subset: Subset) -> dict[str, Tensor]:
-        """`m` of each parameter; empty if it is zero."""
+        """The prior mean `m` of each parameter; empty if it is zero."""
         m = GaussianPrior.of(self.read(network), subset).mean
         if m is None:
             return {}

@@ -41,9 +41,9 @@ def module_of_callback(callback: Callback) -> LightningModule | None:
     """The module of the Trainer that has this callback, found among all objects, once per fit.
 
     The parent of launched processes (`ddp_fork`, `ddp_spawn`) needs it for `callback.posterior` after a fit. Lightning
-    has no documented way to it: in the parent it runs no hook, neither before the launch nor after it. Of a callback it
-    reads `state_key` there, when the Trainer is made, and pickles it to spawn processes, but a Trainer is passed to
-    neither. The launcher brings back weights and metrics only, and no object of the callback knows the Trainer.
+    has no documented way to find it: in the parent it runs no hook before or after the launch. It reads the callback's
+    `state_key` when the Trainer is created, and pickles the callback to spawn processes, but passes the Trainer to
+    neither. The launcher returns only weights and metrics, and the callback has no reference to the Trainer.
     """
     packages = (sys.modules.get(name) for name in ("lightning.pytorch", "pytorch_lightning"))
     kinds: Any = tuple(package.Trainer for package in packages if package is not None)
@@ -80,7 +80,7 @@ def attached(thing: Any, trainer: Trainer | None) -> Iterator[None]:
 
 
 def class_name(thing: Any, names: set[str]) -> str | None:
-    """The first of `names` among the class of `thing` and its bases; `isinstance` knows one package's classes only."""
+    """The first of `names` among the class of `thing` and its bases; `isinstance` knows only one package's classes."""
     return next((kind.__name__ for kind in type(thing).__mro__ if kind.__name__ in names), None)
 
 

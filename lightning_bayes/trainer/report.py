@@ -129,7 +129,7 @@ def score_module(
     ood_dataloaders: Any,
     trainer: Trainer | None,
 ) -> dict[str, float]:
-    """Score predictors on loaders whose batches are prepared as the Trainer would do it."""
+    """Score predictors on loaders, with batches prepared as the Trainer would."""
     check_loader(dataloader, "dataloader", "batches")
     ood = list(ood_dataloaders) if isinstance(ood_dataloaders, (list, tuple)) else [ood_dataloaders]
     for loader in ood:

@@ -1,4 +1,4 @@
-"""Statements of a paper, and whether they hold in a run."""
+"""Statements of a paper, and whether a run confirms them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement, whether it holds in this run, and the numbers behind it."""
+    """A statement of a paper, whether it holds in this run, and the numbers behind it."""
 
     statement: str
     holds: bool
@@ -16,7 +16,7 @@ class Claim:
 
 
 def verdict(claims: Sequence[Claim], whose: str = "statements of the paper") -> str:
-    """As Markdown."""
+    """List the claims as Markdown."""
     lines = [f"- {'holds' if c.holds else 'does not hold'}: {c.statement} ({c.numbers})" for c in claims]
     kept = sum(c.holds for c in claims)
     return "\n".join([f"In this run, {kept} of {len(claims)} {whose} hold:", "", *lines])

@@ -46,7 +46,7 @@ class Images:
     name: str
     train: TensorDataset
     test: TensorDataset
-    n_all: int  # training images before any were removed
+    n_all: int  # number of training images before any were removed
     classes: int
 
     @property
@@ -62,7 +62,7 @@ def read_images(
     seed: int = 0,
     standardised: bool = True,
 ) -> Images:
-    """A dataset of `PLACES`, or a random part of it; pixels are from 0 to 1 unless `standardised`."""
+    """Read a dataset of `PLACES`, or a random part of it. Pixels are from 0 to 1 unless `standardised`."""
     (x, y), (x_test, y_test) = (_read(name, folder, train) for train in (True, False))
     n_all, classes = len(x), int(y.max()) + 1
     if standardised:  # each channel has mean 0 and standard deviation 1 on the training images
@@ -74,7 +74,7 @@ def read_images(
 
 
 def read_unknown(name: str, folder: Path, n: int | None = None, seed: int = 0) -> Tensor:
-    """Only the test images, with pixels from 0 to 1; the training set may be missing.  # [N, channels, H, W]"""
+    """Read only the test images, with pixels from 0 to 1; the training set may be missing.  # [N, channels, H, W]"""
     return _part(*_read(name, folder, train=False), n, seed)[0]
 
 

@@ -25,7 +25,7 @@ from recipes.program import markdown, read_rows
 FOLDER = Path(__file__).with_suffix("")
 PAGE = Path(__file__).with_name("RESULTS.md")
 ORDER = ("glm/uci", "glm/images", "variational_laplace", "lae", "l2m", "evidence", "subnetwork")
-MOST_COMMANDS = 3  # to list individually
+MOST_COMMANDS = 3  # list at most this many
 HEAD = """# Results
 
 `make results` writes this page from the CSVs in [`results/`](results), with the papers' numbers beside ours. Do not
@@ -36,7 +36,7 @@ edit it. Times are for one processor core. A ± is the standard error of the mea
 class Measured:
     """One run: its folder, and the content of `settings.json`."""
 
-    name: str  # of the folder below `results/`
+    name: str  # the folder's path below `results/`
     folder: Path
     settings: Mapping[str, Any]
 
@@ -52,7 +52,7 @@ class Measured:
 
     @property
     def cpu_seconds(self) -> float:
-        """Each step counts once, no matter how many rows it has."""
+        """Count each step once, no matter how many rows it has."""
         steps = {(row["table"], row["step"]): row["cpu_seconds"] for row in self._rows() if "cpu_seconds" in row}
         return sum(steps.values())
 
@@ -93,7 +93,7 @@ def section(run: Measured, beside: Path) -> str:
 
 
 def how(run: Measured, link: str) -> str:
-    """How the numbers were made: one line per item."""
+    """Describe how the numbers were computed, with one line per item."""
     used = dict.fromkeys(_named(entry["versions"], " ") for entry in run.settings["made_by"])
     settings = _named(run.settings["settings"], " = ")
     lines = {
@@ -108,11 +108,11 @@ def how(run: Measured, link: str) -> str:
 
 
 def commands_of(run: Measured) -> str:
-    """All commands, or the common part of many."""
+    """Show all commands, or the common part of many."""
     commands = list(dict.fromkeys(entry["command"] for entry in run.settings["made_by"]))
     if len(commands) <= MOST_COMMANDS:
         return ", ".join(f"`{command}`" for command in commands)
-    options = [re.split(r" (?=--)", command) for command in commands]  # each with its values
+    options = [re.split(r" (?=--)", command) for command in commands]  # each option with its values
     shared = (column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*options, strict=False)))
     return f"`{' '.join(shared)}`, in {len(commands)} parts that `settings.json` lists"
 
@@ -127,12 +127,12 @@ def seeds_of(run: Measured) -> str:
 
 
 def _place(name: str) -> int:
-    """The position in `ORDER`, or after all of them."""
+    """The position in `ORDER`; names that it does not list come last."""
     return next((i for i, first in enumerate(ORDER) if f"{name}/".startswith(f"{first}/")), len(ORDER))
 
 
 def _anchor(heading: str) -> str:
-    """The anchor that GitHub generates."""
+    """The anchor that GitHub generates for a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 

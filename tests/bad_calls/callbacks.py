@@ -87,7 +87,7 @@ def common(table: Table) -> None:
 
 
 def shared(table: Table) -> None:
-    """What variational modules have, too."""
+    """What variational modules also have."""
     table("likelihood", "softmax", "'softmax'", "use one of 'classification', 'binary', 'regression'")
     words(table, "predictive", "predict_step")
     mappings(table, "predictive", "glm", "samples")
@@ -98,11 +98,11 @@ def shared(table: Table) -> None:
         table("seed", seed, f"must be a whole number of at least 0, got {seed}")
     table("network", "", "must be the dotted name of a submodule")
     table("network", {"output": 2.5}, "must be a key, an attribute's name or an index, got 2.5", named="output")
-    table("network", {"class_dim": 0}, "class_dim=0 is the dimension of the examples", named="class_dim")
+    table("network", {"class_dim": 0}, "class_dim=0 is the batch dimension", named="class_dim")
     table("network", {"ouput": 1}, "network has no argument 'ouput'")
     for name in ("", None, 3):
         table("name", name, "must be a word", f"got {name!r}")
-    table("name", "map", "'map' is the name of the plain network's own scores")
+    table("name", "map", "'map' is reserved for the scores of the plain network")
     for name in ("a/b", "a\\b"):
         table("name", name, "must not contain a slash")
 
@@ -166,7 +166,7 @@ def mappings(table: Table, argument: str, kind: str, field: str) -> None:
     """An option as a dictionary of plain values."""
     table(argument, {"kind": "kfca"}, f"unknown kind of {argument} 'kfca': use one of ")
     table(argument, {field: 3}, f"unknown kind of {argument} None: use one of ")
-    table(argument, {"kind": kind, "sizes": 3}, f"{argument} has no argument 'sizes': use some of ", error=TypeError)
+    table(argument, {"kind": kind, "sizes": 3}, f"{argument} has no argument 'sizes': use any of ", error=TypeError)
     table(argument, {"kind": kind, field: 0}, f"{field} {COUNT}, got 0", named=field)
 
 
@@ -238,7 +238,7 @@ online("memory", {"scale": 0.0}, f"scale {POSITIVE}, got 0.0", named="scale")
 
 common(marginal)
 structures(marginal)
-marginal("structure", "lowrank", "leaves curvature out", "use 'kron', 'ekfac', 'diag' or 'full'")
+marginal("structure", "lowrank", "omits curvature", "use 'kron', 'ekfac', 'diag' or 'full'")
 words(marginal, "evidence")
 marginal("evidence", {"method": "kfca"}, "unknown method 'kfca': use one of ", named="method")
 marginal("evidence", {"lrr": 0.1}, "evidence has no argument 'lrr'", error=TypeError)
@@ -249,8 +249,8 @@ for _bad in (-1, 0.5, "two", True, None):
     marginal("burn_in_epochs", _bad, f"must be a whole number of at least 0, got {_bad!r}")
 loaders(marginal)
 prior_means(marginal)
-marginal("prior", _kron, "is a posterior, whose strength cannot be learned by layer: use Prior(mean=…)")
-marginal("subset", Subnetwork(3), "must name whole layers or parameters, to have a prior in training")
+marginal("prior", _kron, "is a posterior, and its strength cannot be learned per layer: use Prior(mean=…)")
+marginal("subset", Subnetwork(3), "must name whole layers or parameters, to get a prior in training")
 common(swag)
 swag("predictive", "gp", "keeps no training points for predictive='gp': use LaplaceCallback")
 loaders(swag)

@@ -234,6 +234,6 @@ def _state(network: nn.Module) -> dict[str, Any]:
 OUTPUT = (
     ("output", 2.5, "must be a key, an attribute's name or an index, got 2.5"),
     ("output", True, "must be a key, an attribute's name or an index, got True"),
-    ("output", "", "must name an entry of what the network returns, got an empty string"),
+    ("output", "", "must name an entry of the network's return value, got an empty string"),
     ("output", Of(lambda t: Network("net"), "Network('net')"), "pass the submodule 'net' itself"),
 )

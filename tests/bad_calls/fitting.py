@@ -70,9 +70,9 @@ laplace("subset", Subnetwork(3), "the loader is an iterator", loader=iter([(X, Y
 
 for _row in OUTPUT:
     laplace(*_row)
-laplace("output", "logits", "output='logits' names no tensor in what the network returned, a Tensor")
-laplace("output", 1, "output=1 names no tensor in what the network returned, a Tensor")
-laplace("output", Network(class_dim=5), "class_dim=5 is no dimension of outputs of shape", named="class_dim")
+laplace("output", "logits", "output='logits' finds no tensor in the network's return value, a Tensor")
+laplace("output", 1, "output=1 finds no tensor in the network's return value, a Tensor")
+laplace("output", Network(class_dim=5), "class_dim=5 is not a dimension after the first", named="class_dim")
 
 # -- the second moment -----------------------------------------------------------------------------------------------
 
@@ -180,12 +180,17 @@ trained = Table("fit", _trained, lightning_bayes.fit, named=False)
 trained("module", "net", "module must be a LightningModule, an nn.Module or a Trainer, got 'net'")
 trained("module", "last_week.ckpt", "got 'last_week.ckpt'", "YourModule.load_from_checkpoint(path)")
 trained("module", LitNet, "module must be a LightningModule, an nn.Module or a Trainer, got the class LitNet")
-trained("module", L.LightningDataModule(), "the data come second, fit(module, datamodule)", datamodule=LitNet())
-trained("module", DataLoader(TensorDataset(X, Y), 4), "the data come second", datamodule=LitNet())
+trained("module", L.LightningDataModule(), "pass the module first, as in fit(module, datamodule)", datamodule=LitNet())
+trained("module", DataLoader(TensorDataset(X, Y), 4), "pass the module first", datamodule=LitNet())
 trained("module", TRAINER, "has not run with a module", "trainer=trainer")
 trained("module", Of(lambda t: LitAutoEncoder(), "LitAutoEncoder"), "LitAutoEncoder has no forward", "network=")
-trained("datamodule", None, "there are no training data: pass a data module or a DataLoader", "give LitNet a train_")
-trained("datamodule", None, "a plain network comes without data", "fit(network, loader)", module=PLAIN)
+trained(
+    "datamodule",
+    None,
+    "no training data: call fit(module, datamodule) with a data module",
+    "give LitNet a train_",
+)
+trained("datamodule", None, "a plain network has no data", "fit(network, loader)", module=PLAIN)
 trained("datamodule", 3, "datamodule must be an iterable of training batches", "got 3")
 trained("datamodule", LitNet(), "datamodule must be an iterable of training batches", "got LitNet")
 trained("datamodule", TensorDataset(X, Y), "datamodule is a TensorDataset", "DataLoader(dataset, batch_size=")
@@ -197,11 +202,11 @@ trained("val_dataloader", None, "tune='grid' needs validation data", tune="grid"
 trained("likelihood", "softmax", "'softmax'", "use one of 'classification', 'binary', 'regression'")
 trained("trainer", "gpu", "trainer must be a Trainer or None, got 'gpu'")
 trained("trainer", L.LightningDataModule(), "trainer must be a Trainer or None")
-trained("trainer", TRAINER, "two Trainers were given", module=TRAINER)
+trained("trainer", TRAINER, "got two Trainers", module=TRAINER)
 trained("struktur", "kron", "fit has no argument 'struktur'", "did you mean 'structure'?", error=TypeError)
 trained("structure", "kfca", "unknown structure 'kfca': use one of 'auto'")
 trained("data", "clean", "data='clean'", "method or attribute of", module=OWN_DATA, datamodule=None)
-trained("data", "clean", "data= takes the place of a loader of training batches: pass one of the two")
+trained("data", "clean", "data= replaces the loader of training batches: pass only one of them")
 trained("save", "posterior.pt", "save= needs a Trainer", "posterior.save(path)")
 trained("trainer", TRAINER, "needs a LightningModule, which Sequential is not", module=PLAIN)
 

@@ -99,7 +99,7 @@ class Own(Lit):
 modules = Table(
     "module", lambda t, module: type("Bayes", (VariationalLaplaceMixin, module), {})(), ["module"], named=False
 )
-modules("module", Empty, "Bayes has no trainable weights when the mixin looks for them: make the layers in")
+modules("module", Empty, "Bayes has no trainable weights when the mixin looks for them: create the layers in")
 modules("module", Lazy, "net.0.weight has no shape before the first batch")
 modules("module", Complex, "Bayes has no trainable weights")
 modules("module", Own, "already has an attribute log_sigma", "rename it")
@@ -119,9 +119,9 @@ replacing = Table(
 )
 replacing("module", nn.ReLU, "must be an nn.Module")
 replacing("module", "relu", "must be an nn.Module, got 'relu'")
-replacing("replacement", nn.Softplus(), "must make a new nn.Module at each call", "nn.Softplus")
-replacing("replacement", "softplus", "must make a new nn.Module at each call")
-replacing("replacement", torch.tanh, "must make a new nn.Module at each call")
+replacing("replacement", nn.Softplus(), "must return a new nn.Module per call", "nn.Softplus")
+replacing("replacement", "softplus", "must return a new nn.Module per call")
+replacing("replacement", torch.tanh, "must return a new nn.Module per call")
 
 warning = Table(
     "warn_piecewise_linear",
@@ -131,6 +131,6 @@ warning = Table(
 )
 warning("module", "net", "module must be an nn.Module, got 'net'")
 warning("example", torch.zeros(2, 7), "Sequential cannot be run on an input of shape [2, 7]")
-warning("example", "abc", "must hold a tensor with a batch dimension")
+warning("example", "abc", "must contain a tensor with a batch dimension")
 
 MIXINS = [vl, vi, variational, modules, vl_loss, replacing, warning]

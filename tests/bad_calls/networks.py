@@ -148,14 +148,14 @@ BATCHES: dict[str, tuple[Any, str]] = {
     "dict": ({"x": X, "y": Y}, "pair (x, y), but the loader gave a dict"),
     "None": (None, "pair (x, y), but the loader gave a NoneType"),
     "one part": ((X,), "pair (x, y), but the loader gave 1 parts"),
-    "three parts": ((X, X, Y), "3 parts; group a network's several inputs as ((x1, x2), y)"),
+    "three parts": ((X, X, Y), "3 parts; group several inputs as ((x1, x2), y)"),
     "no examples": ((X[:0], Y[:0]), "a batch has no examples"),
     "list targets": ((X, [0, 1, 2, 0]), "targets of a batch must be a tensor, but they are list"),
     "numpy targets": ((X, Y.numpy()), "targets of a batch must be a tensor, but they are ndarray"),
     "no targets": ((X, None), "targets of a batch must be a tensor, but they are NoneType"),
-    "text": (("abc", Y), "must hold a tensor with a batch dimension, but it is str"),
-    "numpy input": ((X.numpy(), Y), "must hold a tensor with a batch dimension, but it is ndarray"),
-    "scalar input": ((torch.tensor(1.0), Y), "must hold a tensor with a batch dimension"),
+    "text": (("abc", Y), "must contain a tensor with a batch dimension, but it is str"),
+    "numpy input": ((X.numpy(), Y), "must contain a tensor with a batch dimension, but it is ndarray"),
+    "scalar input": ((torch.tensor(1.0), Y), "must contain a tensor with a batch dimension"),
     "one example": ((X[0], Y[0]), "Sequential cannot be run on an input of shape ["),
     "images": ((X.reshape(4, 1, 3, 1), Y), "Sequential cannot be run on an input of shape ["),
     "four columns": ((torch.zeros(4, 4), Y), "Sequential cannot be run on an input of shape ["),
@@ -173,5 +173,5 @@ for _what, (_batch, _words) in BATCHES.items():
 
 laplace("network", Of(lambda t: mlp(3, 1), "one logit"), "at least two classes", "Bernoulli", error=LikelihoodError)
 laplace("likelihood", "binary", "Bernoulli needs targets of shape [4, 3]", named=False)
-laplace("probe", "abc", "must hold a tensor with a batch dimension")
+laplace("probe", "abc", "must contain a tensor with a batch dimension")
 laplace("probe", torch.zeros(3, 7), "Sequential cannot be run on an input of shape [3, 7]")

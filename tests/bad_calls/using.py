@@ -27,9 +27,9 @@ def _inputs(table: Table, **others: Any) -> None:
     """What a network cannot be run on."""
     run = "Sequential cannot be run on an input of shape"
     rows: list[tuple[Any, ...]] = [
-        *((bad, "must hold a tensor with a batch dimension, but it is") for bad in (None, "abc", 3, [1.0, 2.0], [])),
-        (Of(lambda t: t.x.numpy(), "numpy"), "must hold a tensor with a batch dimension"),
-        (torch.tensor(1.0), "must hold a tensor with a batch dimension"),
+        *((bad, "must contain a tensor with a batch dimension, but it is") for bad in (None, "abc", 3, [1.0, 2.0], [])),
+        (Of(lambda t: t.x.numpy(), "numpy"), "must contain a tensor with a batch dimension"),
+        (torch.tensor(1.0), "must contain a tensor with a batch dimension"),
         (Of(lambda t: t.x[:0], "no examples"), "a batch has no examples"),
         (Of(lambda t: t.x[0, :2], "short"), run),
         (Of(lambda t: t.x.repeat(1, 2), "[5, 6]"), f"{run} [", "torch.float32"),
@@ -100,8 +100,8 @@ predict("differentiable", 3, "must be True or False, got 3")
 _gradient = Of(lambda t: t.x.clone().requires_grad_(), "with gradients")
 for _predictive in ("glm", "bnn", "map"):
     predict("differentiable", True, "no tensor of x requires one: call x.requires_grad_()", predictive=_predictive)
-    predict("differentiable", True, "must hold a tensor", x="abc", predictive=_predictive, named=False)
-predict("differentiable", True, "x holds only integers", "embeddings", x=torch.ones(5, 3, dtype=torch.long))
+    predict("differentiable", True, "must contain a tensor", x="abc", predictive=_predictive, named=False)
+predict("differentiable", True, "x has only integers", "embeddings", x=torch.ones(5, 3, dtype=torch.long))
 predict("differentiable", True, "'gp' has no gradient in x: use predictive='glm'", x=_gradient, predictive="gp")
 words(predict, "predictive")
 predict("predictive", None, "unknown predictive None: use one of 'glm', 'bnn', 'map'")
@@ -136,7 +136,7 @@ _inputs(functional)
 flags(functional, "joint", "differentiable")
 functional("differentiable", 3, "must be True or False, got 3")
 functional("differentiable", True, "no tensor of x requires one: call x.requires_grad_()")
-functional("differentiable", True, "must hold a tensor with a batch dimension", x=None, named=False)
+functional("differentiable", True, "must contain a tensor with a batch dimension", x=None, named=False)
 
 sample_function = _method("classifier", "sample_function")
 _drawing(sample_function, "n")
@@ -156,7 +156,7 @@ _drawing(sample, "n")
 
 on_device = _method("classifier", "to")
 for _device in ("gpu", "cuda:99", None, 3, torch.float64):
-    on_device("device", _device, "must be one of this machine's, such as 'cpu', got")
+    on_device("device", _device, "must exist on this machine, such as 'cpu', got")
 
 density = _method("classifier", "log_prob")
 for _bad in (None, "mean", 3.0, torch.tensor(1.0), torch.zeros(30), torch.zeros(2, 30), torch.zeros(31, 1)):
@@ -202,7 +202,7 @@ update("loader", [], "the loader is empty")
 update("loader", Of(lambda t: [(t.x, t.r)], "real targets"), "Categorical", named=False)
 flags(update, "progress")
 update("processes", 2, "must be Processes(rank, size), got 2")
-update("probe", 3, "must hold a tensor with a batch dimension", named=False)
+update("probe", 3, "must contain a tensor with a batch dimension", named=False)
 not_growing = Table("update of", lambda t, posterior: posterior.update(t.batches), ["posterior"], named=False)
 not_growing("posterior", Of(lambda t: t.classifier, "kron"), "updatable=True")
 not_growing("posterior", Of(lambda t: t.moved(lambda n: n[0].weight.data.mul_(2)), "moved"), "fitted to")
@@ -395,7 +395,7 @@ decoding = Table(
 )
 _drawing(decoding, "samples")
 flags(decoding, "keep_samples")
-decoding("z", "abc", "must hold a tensor with a batch dimension", named=False)
+decoding("z", "abc", "must contain a tensor with a batch dimension", named=False)
 decoding("z", Of(lambda t: t.x, "[5, 3]"), "Sequential cannot be run on an input of shape [5, 3]", named=False)
 parts = Table("parts of an autoencoder", lambda t, posterior: posterior.encode(t.x), ["posterior"], named=False)
 parts("posterior", Of(lambda t: t.classifier, "Sequential"), "has no submodule 'encoder'", "`decoder`")

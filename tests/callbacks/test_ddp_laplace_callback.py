@@ -401,7 +401,7 @@ def test_data_that_cannot_be_indexed_count_as_often_as_processes_read_them(world
     assert alone["stream"] == {"n_data": len(labelled(11)), "warnings": []}
     assert [rank["stream"]["n_data"] for rank in ranks] == [11 * len(ranks)] * len(ranks)
     (warning,) = [warning for rank in ranks for warning in rank["stream"]["warnings"]]  # of rank zero
-    assert "examples that several loaders repeat count several times" in warning
+    assert "examples that several loaders return count several times" in warning
 
 
 def test_memory_and_the_best_checkpoint_have_posteriors_of_their_own_weights(world: Any) -> None:

@@ -31,7 +31,7 @@ from lightning_bayes.posterior.prior import PriorError
 from lightning_bayes.trainer.dry_run import mean_nll
 from lightning_bayes.trainer.module import ModuleError
 
-ONE_HOT = r"Categorical needs class numbers, .* \[8\] for .* use likelihood='binary' if .*, or y.argmax\(1\) for"
+ONE_HOT = r"Categorical needs targets .* \[8\] with class .* use likelihood='binary' if .*, or y.argmax\(1\) for"
 
 
 def l2m(**arguments: Any) -> L2MCallback:

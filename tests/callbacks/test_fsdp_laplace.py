@@ -291,7 +291,7 @@ def test_a_process_without_data_runs_along(world: Any) -> None:
     for result in several:
         for key in ("one example", "one example, all weights"):
             close(result[key], alone[key], key)
-        assert "LaplaceCallback needs every process to hold the whole network" in result["fit_now of all"]
+        assert "LaplaceCallback needs the whole network on every process" in result["fit_now of all"]
 
 
 def test_other_weights_are_noticed_on_all_processes(world: Any) -> None:
@@ -303,7 +303,7 @@ def test_what_cannot_run_is_refused_before_training(world: Any) -> None:
     _, several, _, n_data = world
     if len(several) != 2 or n_data != 2:
         pytest.skip("refusals are tried on two processes")
-    whole = "needs every process to hold the whole network, which ModelParallelStrategy does not"
+    whole = "needs the whole network on every process, but ModelParallelStrategy shards it"
     for result in several:
         assert (
             f"LaplaceCallback {whole}: use strategy='ddp' or a single device, or subset='last_layer'" in result["all"]

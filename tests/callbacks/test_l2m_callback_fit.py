@@ -211,7 +211,7 @@ def test_gradient_clipping_warns_once(tmp_path: Path) -> None:
         fitted(tmp_path, l2m(), gradient_clip_val=0.5)
     found = [str(each.message) for each in caught if "clipped" in str(each.message)]
     assert found == [
-        "gradients are clipped at 0.5: where that happens, the optimizer's second moment, and with it L2M's precision, "
+        "gradients are clipped at 0.5: in clipped steps, the optimizer's second moment, and with it L2M's precision, "
         "is too small"
     ]
 
@@ -492,7 +492,7 @@ def test_fit_now_after_the_fit_is_the_same_posterior(tmp_path: Path) -> None:
 
 
 def test_fit_now_without_a_step_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"'l2m' has seen no step of an optimizer: make it one of the callbacks of"):
+    with pytest.raises(RuntimeError, match=r"'l2m' has seen no optimizer step: add it to the callbacks of"):
         fitted(tmp_path, l2m(), callbacks=[c := l2m(), Ask(c, "on_train_start")])
     model, fit = fitted(tmp_path, l2m(name="there"))
     with pytest.raises(RuntimeError, match=r"or call fit_l2m with n_data= and batch_size="):
@@ -530,7 +530,7 @@ def test_frozen_weights_that_are_unfrozen_on_the_way(tmp_path: Path) -> None:
 
 
 def test_a_batch_of_no_tensor_says_so_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="must hold a tensor with a batch dimension"):
+    with pytest.raises(DataError, match="must contain a tensor with a batch dimension"):
         fitted(tmp_path, l2m(loss_scale=1.0), data=DataLoader(range(9), 2, collate_fn=lambda rows: tuple(rows)))  # type: ignore[arg-type]
 
 

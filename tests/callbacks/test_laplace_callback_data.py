@@ -119,7 +119,7 @@ def test_the_pass_counts_each_example_once(tmp_path: Path, loader: Any, examples
 
 @pytest.mark.parametrize("sampler", UNKNOWN)
 def test_a_sampler_that_may_leave_examples_out_is_a_warning(tmp_path: Path, sampler: str) -> None:
-    says = f"examples by a {sampler}; the posterior counts every example of the dataset once: .* give .* a Subset of it"
+    says = f"loader uses a {sampler}, but the posterior counts every example of the dataset once: .* give .* a Subset"
     with pytest.warns(UserWarning, match=says):
         check(tmp_path, UNKNOWN[sampler], ALL)
 
@@ -252,7 +252,7 @@ def test_the_pass_goes_over_other_data_if_asked(tmp_path: Path, data: Any) -> No
 
 def test_a_name_that_nobody_has_is_refused_before_training(tmp_path: Path) -> None:
     model = Classifier()
-    with refused(model, DataError, "data='cleen' is no method or attribute of Plain or Classifier"):
+    with refused(model, DataError, "data='cleen' is neither a DataLoader nor a .* attribute of Plain or Classifier"):
         trainer(tmp_path, laplace(data="cleen")).fit(model, Plain())
 
 

@@ -212,7 +212,7 @@ def test_an_exception_in_training_leaves_a_step_set_on_the_instance(tmp_path: Pa
 
 def test_without_posterior_predict_warns_and_runs_the_modules_own_step(tmp_path: Path) -> None:
     model = Own()
-    with pytest.warns(UserWarning, match="no prediction by 'laplace': LaplaceCallback .* has no posterior yet: run"):
+    with pytest.warns(UserWarning, match="no prediction of 'laplace': LaplaceCallback .* has no posterior yet: run"):
         found = trainer(tmp_path, laplace()).predict(model, held_out())
     assert torch.equal(torch.cat(found), torch.cat([model.eval().predict_step(batch) for batch in held_out()]))
     assert own_answer(model)

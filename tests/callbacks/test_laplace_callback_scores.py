@@ -327,9 +327,7 @@ def test_one_hot_targets_are_refused_and_not_scored_as_labels(tmp_path: Path, on
         lambda: evaluate(callback.posterior, data),
     )
     for score in ways:
-        with pytest.raises(
-            LikelihoodError, match=r"Categorical needs (integer class indices|class numbers, targets of shape)"
-        ):
+        with pytest.raises(LikelihoodError, match=r"Categorical needs (integer class indices|targets of shape)"):
             score()
 
 

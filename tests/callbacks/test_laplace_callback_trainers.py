@@ -362,12 +362,12 @@ def test_a_strategy_that_shards_the_network_is_refused_in_setup(kind: type, stag
     callback = laplace()
     stand_in: Any = types.SimpleNamespace(strategy=kind(), callbacks=[callback])
     name = "FSDPStrategy" if kind is MyFSDP else kind.__name__
-    with pytest.raises(RuntimeError, match=rf"whole network, which {name} does not: use strategy='ddp' or a single"):
+    with pytest.raises(RuntimeError, match=rf"on every process, but {name} shards it: use strategy='ddp' or a single"):
         callback.setup(stand_in, Classifier(), stage)
 
 
 def test_setup_is_before_training(tmp_path: Path) -> None:
     model = Classifier()
     fit = trainer(tmp_path, laplace(), strategy=DeepSpeedStrategy("cpu"))
-    with refused(model, RuntimeError, "DeepSpeedStrategy does not: use strategy='ddp'"):
+    with refused(model, RuntimeError, "DeepSpeedStrategy shards it: use strategy='ddp'"):
         fit.fit(model, train_loader())

@@ -126,9 +126,9 @@ def test_the_same_weights_are_passed_once(
 def test_only_the_best_weights_if_asked(tmp_path: Path) -> None:
     callback, checkpoint = by_evidence(weights="best", tune=None), ModelCheckpoint(tmp_path / "kept", **FIRST)
     model, fit = fit_with(tmp_path, callback, checkpoint)
-    with pytest.raises(RuntimeError, match=r"fitted the best weights .* others are in memory: use ckpt_path='best'"):
+    with pytest.raises(RuntimeError, match=r"fitted the best weights .* the module has others: use ckpt_path='best'"):
         _ = callback.posterior
-    with pytest.warns(UserWarning, match="nothing is scored: LaplaceCallback 'laplace' has fitted the best weights"):
+    with pytest.warns(UserWarning, match="nothing is scored: LaplaceCallback 'laplace' fitted the best weights"):
         fit.test(model, held_out(), verbose=False)
     best = Classifier.load_from_checkpoint(checkpoint.best_model_path)
     from_file = GaussianPosterior.load(callback.posterior_path, best)
@@ -289,5 +289,5 @@ def test_the_second_moment_of_l2m_belongs_to_the_last_weights_and_a_sentence_say
     checkpoint = ModelCheckpoint(tmp_path / "kept", **FIRST)
     fit_with(tmp_path, L2MCallback(prior_precision=1.0), checkpoint)
     again = trainer(tmp_path, L2MCallback())
-    with pytest.warns(UserWarning, match="nothing is scored: .* belongs to the last weights alone, so test those, or"):
+    with pytest.warns(UserWarning, match="nothing is scored: .* belongs to the last weights only: test those, or"):
         again.test(Classifier(), held_out(), ckpt_path=checkpoint.best_model_path, verbose=False)

@@ -71,7 +71,7 @@ class VariationalNet(VariationalLaplaceMixin, LitNet):
 
 def test_log_sigmas_are_not_taken_for_weights(tmp_path: Path) -> None:
     module = VariationalNet("classification", variational={"likelihood": "classification"})
-    with pytest.raises(ModuleError, match="would take its log σ for weights"):
+    with pytest.raises(ModuleError, match="would treat its log σ as weights"):
         trainer(tmp_path, plain(subset=Subnetwork(5)), **DOUBLE).fit(module, loader())
 
 

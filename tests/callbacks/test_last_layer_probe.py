@@ -46,6 +46,6 @@ def test_outputs_that_are_changed_after_the_last_layer_are_refused() -> None:
     net = Scaled()
     probe = LastLayerProbe(net)
     net(X)
-    with pytest.raises(NetworkError, match="not those of its last layer body"):
+    with pytest.raises(NetworkError, match="reorder or reshape the outputs of its last layer body"):
         probe.end()
     assert not hooks(net)

@@ -37,7 +37,7 @@ from lightning_bayes.callbacks.marginal_likelihood import add_prior_gradient
 from lightning_bayes.network.errors import DataError
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*training has ended before the prior was learned"),
+    pytest.mark.filterwarnings("ignore:.*training ended before the prior was learned"),
 ]
 BOTH = {"": 3.0}
 
@@ -152,7 +152,7 @@ class Manual(Net):
 
 @pytest.mark.parametrize("words", [{"loss_scale": 1.0}, {}], ids=["given", "assumed"])
 def test_manual_optimization_of_several_optimizers(words: Any, tmp_path: Path) -> None:
-    said = "could not be compared with the likelihood: it is assumed to be 1 times"
+    said = "could not be compared with the likelihood: it is taken to be 1 times"
     with nullcontext() if words else pytest.warns(UserWarning, match=said):
         found, _ = trained(tmp_path, Manual(), fixed(prior_precision=3.0, **words))
     same(flat(found), flat(trained(tmp_path, penalised(Manual(), 1.0, BOTH))[0]))
@@ -259,7 +259,7 @@ def refused(folder: Path, model: Any, *callbacks: Any, match: str, data: Any = N
 
 
 def test_weight_decay_is_an_error_that_says_so(tmp_path: Path) -> None:
-    said = r"AdamW has weight_decay=0.01 for net.0.weight, net.0.bias, net.2.weight, …, but marglik is their prior"
+    said = r"AdamW has weight_decay=0.01 for net.0.weight, net.0.bias, net.2.weight, …, but marglik already learns"
     refused(tmp_path, Net(optimizer=torch.optim.AdamW), marginal(), match=said)
 
     def second_layer(parameters: Any) -> torch.optim.Optimizer:

@@ -31,7 +31,7 @@ from lightning_bayes import Gaussian, LaplacePosterior, Learning, MarginalLikeli
 from lightning_bayes.evidence.tuning import ascend
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*training has ended before the prior was learned"),
+    pytest.mark.filterwarnings("ignore:.*training ended before the prior was learned"),
 ]
 EVIDENCE = "log_evidence_marglik"
 

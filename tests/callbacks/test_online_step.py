@@ -419,12 +419,12 @@ def test_data_that_cannot_be_counted_are_refused(tmp_path: Path) -> None:
 
 def test_two_trainings_at_samples_are_refused(tmp_path: Path) -> None:
     pair = [online(n_data=EXAMPLES), online(n_data=EXAMPLES, name="other")]
-    refused(tmp_path, Autoencoder(), pair[0], "at samples of one posterior", ValueError, callbacks=pair)
+    refused(tmp_path, Autoencoder(), pair[0], "samples from only one posterior", ValueError, callbacks=pair)
 
 
 def test_a_sharded_network_is_refused(tmp_path: Path) -> None:
     fit = trainer(tmp_path, online(n_data=EXAMPLES), strategy=ModelParallelStrategy(1, 1))
-    with pytest.raises(RuntimeError, match="OnlineLaplaceCallback needs every process to hold the whole network"):
+    with pytest.raises(RuntimeError, match="OnlineLaplaceCallback needs the whole network on every process"):
         fit.fit(Autoencoder(), Given(vectors()))
 
 

@@ -157,7 +157,7 @@ def test_classes_are_where_the_caller_says() -> None:
     named = fit_laplace(network, [(ids, labels)], output=Network(class_dim=-1))
     reference = fit_laplace(Tokens("dense").double(), [(ids, labels)], output=Network(class_dim=1))
     torch.testing.assert_close(named.precision.to_dense(), reference.precision.to_dense(), **TIGHT)
-    with pytest.warns(BayesWarning, match="set class_dim=-1"):
+    with pytest.warns(BayesWarning, match=r"Network\(class_dim=-1\)"):
         guessed = fit_laplace(network, [(ids, labels)])
     assert not torch.allclose(guessed.precision.to_dense(), named.precision.to_dense())
     from_dict = fit_laplace(Tokens("dict").double(), [(ids, labels)])  # whose logits have classes last
@@ -210,10 +210,10 @@ def test_a_network_may_take_the_dict_as_it_is() -> None:
         ({}, "must return one tensor, but it returned tuple.*output="),
         (
             {"network": Network(output="scores")},
-            "^output='scores' names no tensor in what the network returned",
+            "^output='scores' finds no tensor in the network's return value",
         ),
-        ({"network": Network(output=1, class_dim=3)}, "^class_dim=3 is no dimension of outputs of shape"),
-        ({"network": Network(output=1, class_dim=1)}, "or name the classes' dimension with class_dim="),
+        ({"network": Network(output=1, class_dim=3)}, "^class_dim=3 is not a dimension after the first"),
+        ({"network": Network(output=1, class_dim=1)}, "or set the class dimension with class_dim="),
     ],
 )
 def test_a_wrong_output_is_an_error_before_training(words: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_an_exception_leaves_the_trained_weights(tmp_path: Path) -> None:
     [
         ({}, {"max_epochs": 4}, "start=0.75 and every_n_epochs=1 use 1 of 4 epochs, but a variance needs 2"),
         ({"start": 9}, {"max_epochs": 4}, "use 0 of 4 epochs"),
-        ({}, {"max_epochs": -1}, "whose length the Trainer does not know: give start= as an epoch"),
+        ({}, {"max_epochs": -1}, "but the Trainer does not know its length: give start= as an epoch"),
         ({"every_n_steps": 100}, {"max_epochs": 4}, "every_n_steps=100 is too large for a training of"),
     ],
 )
@@ -218,7 +218,7 @@ def test_two_averages_on_one_trainer_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_average_of_lightnings_own_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="one average, but WeightAveraging has its own"):
+    with pytest.raises(ValueError, match="one average of the weights, and WeightAveraging makes another"):
         trainer(tmp_path, SWAGCallback(start=0), EMAWeightAveraging(), **DOUBLE).fit(LitNet(), loader())
 
 

@@ -144,13 +144,13 @@ def test_a_checkpoint_without_a_posterior_is_said_before_scores_are_missed(
     trained: Any, run: str, tmp_path: Path
 ) -> None:
     own = trainer(tmp_path, laplace())
-    with pytest.warns(UserWarning, match=r"model.ckpt holds none: .*fit_now\(trainer, module, datamodule\)"):
+    with pytest.warns(UserWarning, match=r"model.ckpt contains none: .*fit_now\(trainer, module, datamodule\)"):
         (logged,) = getattr(own, run)(Classifier(), held_out(), ckpt_path=trained[0], verbose=False)
     assert not [key for key in logged if key.endswith("_laplace")]
 
 
 def test_a_prediction_from_such_a_checkpoint_is_an_error(trained: Any, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"model.ckpt holds none: .*lightning_bayes.fit\(module, datamodule"):
+    with pytest.raises(RuntimeError, match=r"model.ckpt contains none: .*lightning_bayes.fit\(module, datamodule"):
         trainer(tmp_path, laplace()).predict(Classifier(), held_out(), ckpt_path=trained[0])
 
 
@@ -254,7 +254,7 @@ def test_data_that_were_torn_down_are_set_up_again_which_is_said(tmp_path: Path)
     L.seed_everything(0, verbose=False)
     model, own, dm = Classifier(), trainer(tmp_path, max_epochs=1), Data()
     own.fit(model, datamodule=dm)
-    with pytest.warns(UserWarning, match="Data was torn down after training .* needs a fixed seed"):
+    with pytest.warns(UserWarning, match="Data was torn down after training .* fix the seed"):
         posterior = lightning_bayes.fit(model, dm, progress=False)
     assert posterior.n_data == 37
 

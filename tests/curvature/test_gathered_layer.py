@@ -88,8 +88,8 @@ def test_it_has_the_posterior_of_the_last_layer(case: str, structure: str) -> No
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Net(nn.Linear(4, 6), nn.Linear(6, 3), lambda f: 2 * f), r"not those of its last layer heads\.last"),
-        (lambda: Net(nn.Linear(4, 6), nn.Identity(), lambda f: f[:, :3]), r"not those of its last layer body"),
+        (lambda: Net(nn.Linear(4, 6), nn.Linear(6, 3), lambda f: 2 * f), r"outputs of its last layer heads\.last"),
+        (lambda: Net(nn.Linear(4, 6), nn.Identity(), lambda f: f[:, :3]), r"outputs of its last layer body"),
         (lambda: nn.Sequential(nn.Flatten()), "found no last layer in Sequential"),
     ],
 )

@@ -231,7 +231,7 @@ def test_parameter_that_a_later_batch_uses_without_a_rule_is_an_error() -> None:
         head=nn.Linear(3, 3),
     ).double()
     x, y = real(4, 3).abs(), labels(4)
-    with pytest.raises(CurvatureError, match=r"^body\.weight: .* in another way than the first examples did"):
+    with pytest.raises(CurvatureError, match=r"^body\.weight: .* differently from the first examples"):
         fit_curvature(network, [(x, y), (-x, y)])
 
 

@@ -203,7 +203,7 @@ def test_two_examples_that_change_places_anywhere_have_other_labels(
             fit(structure, *swap, kind="empirical_fisher")
         with pytest.raises(DataError, match=r"'fisher_mc' needs the same examples in the same order .*: pass a loader"):
             fit("lowrank", *swap)
-        with pytest.warns(BayesWarning, match="only from the same examples in the same order in each pass; the second"):
+        with pytest.warns(BayesWarning, match="the same examples in the same order in each pass .* the second"):
             fit("ekfac", *swap)
 
 
@@ -225,7 +225,7 @@ class Mirrored(Processes):
 
 
 def test_processes_with_other_vectors_are_an_error() -> None:
-    with pytest.raises(CurvatureError, match=r"other vectors on another process.*: fit it on one process"):
+    with pytest.raises(CurvatureError, match=r"different vectors on another process.*: fit it on one process"):
         lowrank(regression(), processes=Mirrored(0, 2))
 
 

@@ -69,7 +69,7 @@ class Model(Lit):
 
 
 class Patient(Model):
-    """A wider one, which trains as long as it is told to."""
+    """A wider one, which trains for all epochs."""
 
     def __init__(self) -> None:
         super().__init__(20)

@@ -20,7 +20,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def run_main(main: Callable[[], Any], *arguments: str) -> str:
-    """What the program prints; it is offline, and leaves the random state and the loggers as they are."""
+    """What the program prints; it runs offline and does not change the random state or the loggers."""
     logger, printed = logging.getLogger("lightning.pytorch"), io.StringIO()
     level = logger.level
     with pytest.MonkeyPatch.context() as environment, torch.random.fork_rng(devices=[]), redirect_stdout(printed):

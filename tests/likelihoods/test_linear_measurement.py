@@ -148,8 +148,8 @@ def test_a_sparse_matrix_must_be_finite() -> None:
     [
         (lambda A: (pair(A)[0], lambda y: 2 * pair(A)[1](y)), "is not the adjoint of the first"),
         (lambda A: (lambda x: x.flatten(1) @ A[:3].T, pair(A)[1]), r"takes outputs of shape .* to \[4, 3\]"),
-        (lambda A: (pair(A)[0], lambda y: y), "must be the adjoint of the first, and return their shape"),
-        (lambda A: (lambda x: 0 * pair(A)[0](x), pair(A)[1]), "measures nothing"),
+        (lambda A: (pair(A)[0], lambda y: y), "must be the adjoint of the first, and return this shape"),
+        (lambda A: (lambda x: 0 * pair(A)[0](x), pair(A)[1]), "returns only zeros"),
     ],
 )
 def test_a_wrong_adjoint_is_an_error_in_the_first_batch(

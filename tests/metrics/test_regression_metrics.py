@@ -12,7 +12,7 @@ from scipy.integrate import quad
 from torch import Tensor
 
 from lightning_bayes.metrics import functional as F
-from lightning_bayes.metrics.functional.student_t import student_cdf, student_entropy
+from lightning_bayes.metrics.functional.student_t import half_width, student_cdf, student_entropy, student_nll
 
 MEAN, VARIANCE, TARGET = DATA["regression"]
 ALIKE = torch.full_like(MEAN, 5.0)
@@ -47,6 +47,21 @@ def test_distribution_and_entropy_are_scipys(df: float) -> None:
     law = scipys(torch.zeros(()), one, ν[0])
     np.testing.assert_allclose(student_cdf(z, ν), law.cdf(z.numpy()), rtol=0, atol=1e-14)
     assert float(student_entropy(one, ν[0])) == pytest.approx(float(law.entropy()), rel=1e-9)
+
+
+@pytest.mark.parametrize("df", [4e4, 1e7, 1e14])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_degrees_of_freedom_lose_no_digits(dtype: torch.dtype, df: float) -> None:
+    """By the series in 1/ν around a Gaussian: SciPy's law loses digits."""
+    one, ν, rounding = torch.ones((), dtype=dtype), torch.tensor(df, dtype=dtype), 10 * torch.finfo(dtype).eps
+    entropy = 0.5 * math.log(2 * math.pi * math.e)
+    assert float(student_nll(one, one, ν)) == pytest.approx(entropy + 0.5 / df, rel=rounding, abs=1 / df**2)
+    assert float(student_entropy(one, ν)) == pytest.approx(entropy - 0.75 / df**2, rel=rounding, abs=2 / df**3)
+
+
+def test_an_interval_of_all_probability_is_found() -> None:
+    for df in (3.0, 6.0, 8.1222):
+        assert float(half_width(1 - 2**-52, torch.ones(()), torch.tensor(df))) > 100
 
 
 @pytest.mark.parametrize("df", [None, 2.5, 4.0, 30.0])

@@ -163,7 +163,7 @@ class Untouched(Scaled):
     ("base", "names"), [(Scaled, "scale"), (Branched, "scale"), (Again, r"net\.1\.weight")], ids=lambda v: str(v)
 )
 def test_parameters_beside_the_networks_outputs_are_refused(base: type, names: str, method: str) -> None:
-    with pytest.raises(StepError, match=f"depends on {names} beside the network's outputs.*'network'"):
+    with pytest.raises(StepError, match=f"depends on {names} besides the network's outputs.*'network'"):
         made(base, method, network="net").training_step(batch("classification"), 0)
 
 

@@ -145,7 +145,7 @@ def test_a_prior_for_each_name_pattern() -> None:
 def test_weight_decay_becomes_the_prior(tmp_path: Path) -> None:
     """`s² = 1/(N·wd)`; log σ starts three below it, and the optimizer's own decay is gone."""
     module = DecayedVL(lr=0.0, variational=options(prior_std="weight_decay", n_data=None)).double()
-    with pytest.raises(PriorStdError, match=r"is known when training starts: run trainer.fit, or give a number"):
+    with pytest.raises(PriorStdError, match=r"is not known before training: run trainer.fit, or give a number"):
         module._variational.kl()
     fit = trainer(tmp_path, max_epochs=1)
     fit.fit(module, loader(n=11))

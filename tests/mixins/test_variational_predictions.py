@@ -157,7 +157,7 @@ def test_a_strategy_that_shards_the_weights_is_refused(tmp_path: Path) -> None:
     class FSDPStrategy(SingleDeviceStrategy):
         pass
 
-    why = "a variational module needs every process to hold the whole network, which FSDPStrategy does not: use strateg"
+    why = "a variational module needs the whole network on every process, but FSDPStrategy shards it: use strateg"
     with pytest.raises(RuntimeError, match=why):
         trainer(tmp_path, strategy=FSDPStrategy("cpu")).fit(VL(variational=options()), loader())
 
@@ -195,13 +195,13 @@ def made(mixin: type) -> Any:
 def test_a_laplace_posterior_over_log_sigma_is_refused_before_training(mixin: type, tmp_path: Path) -> None:
     module, callback = made(mixin), LaplaceCallback(progress=False)
     why = (
-        "Bayes is variational and already has a posterior, but LaplaceCallback would take its log σ for weights: "
-        "leave the callback out, or for a Laplace posterior around the means name its network= or its subset= of"
+        "Bayes is variational and already has a posterior, but LaplaceCallback would treat its log σ as weights: "
+        "leave the callback out, or pass network= or a subset= of weights for a Laplace posterior around the means"
     )
     with pytest.raises(ModuleError, match=why):
         trainer(tmp_path, callbacks=[callback]).fit(module, loader())
     assert module.steps == 0
-    with pytest.raises(ModuleError, match="would take its log σ for weights"):
+    with pytest.raises(ModuleError, match="would treat its log σ as weights"):
         callback.fit_now(None, module, loader())
 
 

@@ -32,6 +32,8 @@ def test_a_warning_names_the_users_line(tmp_path: Path) -> None:
 def test_only_the_first_process_speaks(
     variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    for other in ("RANK", "LOCAL_RANK"):  # a Trainer may have set them
+        monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(variable, "1")
     warn("an error in a test, if it appeared")
     inform("not said")
@@ -57,6 +59,12 @@ def test_reports_are_written_once(configured: bool) -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stderr.splitlines() == ["own: a report" if configured else "a report"]
     assert not ran.stdout
+
+
+def test_a_level_set_before_the_import_stays() -> None:
+    setup = "import logging; logging.getLogger('lightning_bayes').setLevel(logging.ERROR)"
+    code = f"{setup}; from lightning_bayes.network.messages import inform; inform('a report')"
+    assert not subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
 
 
 def test_there_is_no_other_way_to_speak() -> None:

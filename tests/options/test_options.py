@@ -209,7 +209,7 @@ def test_plain_values_mean_options(actual: Any, expected: Any) -> None:
 
 
 TOGETHER: dict[str, tuple[Callable[[], Any], str]] = {
-    "a prior with two means": (lambda: Prior(mean=torch.ones(3), posterior="old.pt"), "leave mean= out"),
+    "a prior with two means": (lambda: Prior(mean=torch.ones(3), posterior="old.pt"), "pass either posterior= or"),
     "a submodule of a network": (lambda: output_option(Network("net")), "pass the submodule 'net' itself"),
     "groups without evidence": (lambda: Tuning("grid", groups="layers"), "use 'marglik' with groups='layers'"),
     "a grid that is empty": (lambda: Tuning("grid", low=10.0, high=1.0), "low must be less than high=1.0"),

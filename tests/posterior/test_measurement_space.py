@@ -284,7 +284,7 @@ def test_weights_that_have_changed_are_told(problem: dict[str, Any]) -> None:
     with torch.no_grad():
         parameter.mul_(1.5)
     try:
-        with pytest.raises(CurvatureError, match="weights are not those that it was linearised at"):
+        with pytest.raises(CurvatureError, match="weights have changed since it was linearised"):
             posterior.functional()
     finally:
         with torch.no_grad():

@@ -303,7 +303,7 @@ def fitted(**words: Any) -> Any:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ({"prior": lambda before: Prior(posterior=before, mean=torch.zeros(31))}, "leave mean= out"),
+        ({"prior": lambda before: Prior(posterior=before, mean=torch.zeros(31))}, "pass either posterior= or mean="),
         ({"prior": "before", "subset": "last_layer"}, "the same subset="),
         ({"prior": "before", "subset": ["0"]}, "the same subset="),
         ({"prior": "before", "structure": "diag"}, "cannot be added to structure='diag'"),

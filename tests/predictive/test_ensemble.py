@@ -582,7 +582,7 @@ class TestCheckpoints:
             DeepEnsemble.from_checkpoints(paths, lambda: module)
 
     def test_a_sharded_checkpoint(self, tmp_path: Path) -> None:
-        with pytest.raises(PosteriorError, match=r"this is a folder, .* DeepEnsemble\.load"):
+        with pytest.raises(PosteriorError, match=r"this is a folder .* DeepEnsemble\.load"):
             DeepEnsemble.from_checkpoints([tmp_path], Lit)
 
     def test_no_checkpoints(self) -> None:

@@ -128,7 +128,7 @@ class Opaque(nn.Module):
 
 def test_a_network_that_cannot_be_sampled_linearly_says_so() -> None:
     posterior = fit_laplace(made(Opaque), [(X, LABELS)], Categorical(), structure="diag")
-    with pytest.raises(CurvatureError, match=r"neither forward mode nor a backward .* use predictive='bnn'"):
+    with pytest.raises(CurvatureError, match=r"neither forward mode nor double backward, .* use predictive='bnn'"):
         sample_functions(posterior, X, 2)
     assert posterior.predict(X, "bnn").probs.shape == (9, 3)
 

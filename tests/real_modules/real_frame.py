@@ -63,7 +63,7 @@ class Real:
         loader: its data, by the number of examples and a seed.
         shape: of a prediction of `HELD_OUT` examples: the class dimension is the second.
         words: of `LaplaceCallback`.
-        in_default: whether `make test` runs it, too.
+        in_default: whether `make test` also runs it.
     """
 
     module: Callable[[], L.LightningModule]

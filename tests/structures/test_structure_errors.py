@@ -70,7 +70,7 @@ def test_sum_of_blocks_that_lie_apart_is_refused() -> None:
     block = Diagonal(positive(2, seed=1))
     first = BlockDiagonal((block, block), (Layout.vector([(0, 2)]), Layout.vector([(2, 2)])), ("a", "b"))
     second = BlockDiagonal((block, block), (Layout.vector([(2, 2)]), Layout.vector([(0, 2)])), ("a", "b"))
-    with pytest.raises(StructureError, match="lie in different places"):
+    with pytest.raises(StructureError, match="blocks at different positions"):
         first + second
 
 

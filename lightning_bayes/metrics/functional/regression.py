@@ -52,7 +52,7 @@ from lightning_bayes.metrics.functional.statistics import (
     running_sum,
     sum_and_count,
 )
-from lightning_bayes.metrics.functional.student_t import half_width, student_cdf, student_nll
+from lightning_bayes.metrics.functional.student_t import half_width, log_gamma_step, student_cdf, student_nll
 
 Freedom = float | Tensor | None  # degrees of freedom
 
@@ -97,7 +97,7 @@ def _student_rest(z: Tensor, ν: Tensor) -> Tensor:
     τ = ((ν - 2) / ν).sqrt()
     t2 = (z / τ).square()
     density = (-student_nll(z.square(), torch.ones_like(z), ν)).exp() * τ  # of t
-    log_betas = (ν - 0.5).lgamma() - ν.lgamma() - 2 * ((ν / 2).lgamma() - ((ν + 1) / 2).lgamma())
+    log_betas = 2 * log_gamma_step(ν / 2) - log_gamma_step(ν - 0.5)
     betas = (log_betas - 0.5 * math.log(math.pi)).exp()  # B(½, ν - ½) / B(½, ν/2)²
     return τ * 2 * (density * (ν + t2) - ν.sqrt() * betas) / (ν - 1)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 NODES = 200  # nodes of the mean over λ: only rounding errors remain
 CHUNK = 2**12  # values at a time
+FAR = 50.0  # where asymptotic series are exact up to rounding
 
 
 def student_nll(error: Tensor, variance: Tensor, df: Tensor | None = None) -> Tensor:
@@ -25,15 +26,29 @@ def student_nll(error: Tensor, variance: Tensor, df: Tensor | None = None) -> Te
     if df is None:
         return gaussian
     is_gaussian, ν = df.isinf(), df.masked_fill(df.isinf(), 3.0)
-    nll = 0.5 * (math.pi * (ν - 2) * variance).log() + (ν / 2).lgamma() - ((ν + 1) / 2).lgamma()
+    nll = 0.5 * (math.pi * (ν - 2) * variance).log() - log_gamma_step(ν / 2)
     return torch.where(is_gaussian, gaussian, nll + (ν + 1) / 2 * (error / (ν - 2)).log1p())
 
 
 def student_entropy(variance: Tensor, df: Tensor) -> Tensor:
     """The differential entropy in nats."""
     ν = df.masked_fill(df.isinf(), 3.0)
-    above = (ν + 1) / 2 * (((ν + 1) / 2).digamma() - (ν / 2).digamma())
+    above = (ν + 1) / 2 * _digamma_step(ν / 2)
     return student_nll(torch.zeros_like(variance), variance, df) + torch.where(df.isinf(), 0.5, above)
+
+
+def log_gamma_step(x: Tensor) -> Tensor:
+    """`log Γ(x + ½) - log Γ(x)`, without the difference of two large numbers."""
+    far = x.clamp(min=FAR)
+    series = far.log() / 2 - 1 / (8 * far) + 1 / (192 * far**3) - 1 / (640 * far**5)
+    return torch.where(x > FAR, series, (x + 0.5).lgamma() - x.lgamma())
+
+
+def _digamma_step(x: Tensor) -> Tensor:
+    """`ψ(x + ½) - ψ(x)`, the derivative of `log_gamma_step`."""
+    far = x.clamp(min=FAR)
+    series = 1 / (2 * far) + 1 / (8 * far**2) - 1 / (64 * far**4) + 1 / (128 * far**6)
+    return torch.where(x > FAR, series, (x + 0.5).digamma() - x.digamma())
 
 
 def student_cdf(z: Tensor, df: Tensor | None = None) -> Tensor:
@@ -72,7 +87,7 @@ def _half_width(level: float, df: float) -> float:
     if math.isinf(df):
         return float(torch.special.ndtri(torch.tensor(p, dtype=torch.float64, device="cpu")))
     low, high = 0.0, 1.0
-    while float(student_cdf(ν.new_tensor(high), ν)) < p:
+    while float(student_cdf(ν.new_tensor(high), ν)) < p and high < math.inf:  # p may round to one
         low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2

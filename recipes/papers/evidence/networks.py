@@ -14,7 +14,7 @@ def conv(i: int, o: int, stride: int = 1) -> nn.Conv2d:
 
 
 class Residual(nn.Module):
-    """Convolution, norm, activation (He et al. 2016a); the last activation follows the sum."""
+    """A block of convolution, norm and activation (He et al. 2016a); the last activation follows the sum."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -28,14 +28,16 @@ class Residual(nn.Module):
 
 
 class PreActivation(Residual):
-    """Norm, activation, convolution (He et al. 2016b): no norm reads the second convolution alone."""
+    """A block of norm, activation and convolution (He et al. 2016b); no norm follows the second convolution
+    directly."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.conv2(F.relu(self.norm2(self.conv1(F.relu(self.norm1(x))))))
 
 
 class Fixup(nn.Module):
-    """No norm, but scalar shifts and a scale, and a second convolution that starts at zero (Zhang et al. 2019)."""
+    """A block without norm, with scalar shifts, a scale, and a second convolution that starts at zero (Zhang et al.
+    2019)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -49,7 +51,7 @@ class Fixup(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Patches of the image as tokens, two blocks with the norm first."""
+    """A transformer with image patches as tokens, and two blocks in which the norm comes first."""
 
     def __init__(self, width: int, patch: int = 4) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ NETWORKS: dict[str, Callable[[int], nn.Module]] = {
 def sized(name: str, weights: int) -> nn.Module:
     """The network whose width gives the closest number of weights."""
     make, widths = NETWORKS[name], range(2, 65)
-    with torch.device("meta"):  # counted, not drawn
+    with torch.device("meta"):  # counts weights without drawing them
         width = min(widths, key=lambda width: abs(count(make(width)) - weights))
     return make(width)
 

@@ -7,7 +7,7 @@ directly before a normalisation and one for the rest (recommendation 2), or one 
 (`tune_prior("mackay")`) and at θ⋆ (`tune_prior("linear", iterate=True)`). Transformer and Fixup have no layer directly
 before a normalisation: for them the paper's "multiple λs" are one per layer here. The U-Net is not included.
 
-The paper's networks have about as many weights as MNIST has images, if that is its data. `--full` has five images per
+The paper's networks have about as many weights as MNIST (if that is its data) has images. `--full` has five images per
 weight and the full Hessian, with which ten passes over the data mostly find θ⋆; `--scale` has the paper's number of
 weights, few images and Kronecker factors, and its search for θ⋆ stops before it converges.
 
@@ -41,7 +41,7 @@ from recipes.program import Row, markdown, progress, read_rows, spread, start
 
 GROUPS = {"one λ": None, "λ per normalised layer": "normalised", "λ per layer": "layers"}
 METHODS = ("MAP", *(f"{at}, {groups}" for at in ("θ̃", "θ⋆") for groups in GROUPS))
-TOLERANCE = 1e-2  # of log λ, and of the gradient relative to the first
+TOLERANCE = 1e-2  # for log λ, and for the gradient relative to the first one
 PAPER = {  # one and many λs, each at θ̃ and at θ⋆
     "T-FORMER": {"θ̃, one λ": 0.310, "θ⋆, one λ": 0.162, "θ̃, many λs": 0.162, "θ⋆, many λs": 0.162},
     "CNN": {"θ̃, one λ": 0.253, "θ⋆, one λ": 0.025, "θ̃, many λs": 0.205, "θ⋆, many λs": 0.025},
@@ -55,7 +55,7 @@ PAPER = {  # one and many λs, each at θ̃ and at θ⋆
 class Settings:
     dataset: str = "MNIST"
     networks: tuple[str, ...] = tuple(NETWORKS)
-    weights: int = 4_000  # per network, as close as its width allows
+    weights: int = 4_000  # weights per network, as close as its width allows
     n_train: int = 500
     n_test: int = 1_000
     epochs: int = 20
@@ -93,7 +93,7 @@ def judge(posterior: LaplacePosterior, data: TensorDataset, predictive: str = "g
 
 
 def measure(name: str, seed: int, images: Images, settings: Settings) -> Iterator[Row]:
-    """Train a network and score each way to choose the prior."""
+    """Train a network, and score each way of choosing the prior."""
     torch.manual_seed(seed)
     network = sized(name, settings.weights)
     train(network, images.train, settings.epochs, seed)
@@ -103,7 +103,7 @@ def measure(name: str, seed: int, images: Images, settings: Settings) -> Iterato
     yield {**row, "method": "MAP", **judge(posterior, images.test, "map")}
     for groups, word in GROUPS.items():
         if word == "normalised" and not posterior.curvature.normalised:
-            continue  # one λ again
+            continue  # this network has no normalised layers
         naive = posterior.tune_prior(Tuning("mackay", groups=word, tolerance=TOLERANCE))
         yield {**row, "method": f"θ̃, {groups}", **judge(naive, images.test)}
         with warnings.catch_warnings(record=True) as caught:
@@ -181,7 +181,7 @@ Cell = tuple[str, int, str]  # network, seed and method
 
 
 def unmoved(rows: Iterable[Row]) -> Iterator[Cell]:
-    """Cells where the first step towards θ⋆ used all passes and was not taken: the prior is still that of θ̃."""
+    """Cells where the first step towards θ⋆ used up all passes, so the prior is still that of θ̃."""
     nll = {(row["network"], row["seed"], row["method"]): row["nll"] for row in rows}
     for (name, seed, method), value in nll.items():
         if method.startswith("θ⋆") and abs(value - nll[name, seed, method.replace("θ⋆", "θ̃")]) < 1e-5:
@@ -194,13 +194,13 @@ def said(cells: Iterable[Cell]) -> str:
 
 
 def claims(nll: dict[tuple[str, str], float], networks: Iterable[str]) -> Iterator[Claim]:
-    """For each column: θ⋆ against θ̃ with one λ and with many, and many λs against one at θ⋆, for existing cells."""
+    """For each column, compare θ⋆ with θ̃ for one λ and for many λs, and at θ⋆ many λs with one, where cells exist."""
     for name in networks:
         yield from _compared(nll, name, "one λ", _many(nll, name))
 
 
 def beside_the_paper(nll: dict[tuple[str, str], float], networks: Iterable[str]) -> Iterator[Claim]:
-    """The same for one λ per layer, if the paper's many λs are those of the normalised layers."""
+    """Compare one λ per layer in the same way, if the paper's many λs are those of the normalised layers."""
     for name in networks:
         if _many(nll, name) != "λ per layer":
             yield from (c for c in _compared(nll, name, "one λ", "λ per layer") if "λ per layer" in c.statement)
@@ -216,7 +216,7 @@ def _compared(nll: dict[tuple[str, str], float], name: str, one: str, many: str)
         if at_optimum is None:
             continue
         naive = nll[name, f"θ̃, {groups}"]
-        if name == "T-FORMER" and groups == many:  # equal in the paper
+        if name == "T-FORMER" and groups == many:  # the paper's numbers are equal
             text, holds = "no worse", at_optimum <= naive
         else:
             text, holds = "better", at_optimum < naive

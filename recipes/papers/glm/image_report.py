@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from recipes.papers.claims import Claim, verdict
 from recipes.program import Row, markdown, read_rows, spread, standard_error
 
-BARS = 30  # of an entropy's histogram
+BARS = 30  # bars of an entropy histogram
 METHODS = ("MAP", "BNN", "BNN dampened", "GLM", "GLM diagonal", "GP")
 SCORES = {"acc": "accuracy", "nll": "NLL", "ece": "ECE", "auc": "OOD-AUC"}
 LARGER = {"acc": True, "nll": False, "ece": False, "auc": True}  # is better
-PAPER = {  # table 2, which has no diagonal
+PAPER = {  # table 2; it has no diagonal posterior
     "FashionMNIST": {
         "MAP": ("0.914 ± 0.001", "0.258 ± 0.004", "0.017 ± 0.001", "0.864 ± 0.014"),
         "BNN": ("0.844 ± 0.001", "0.942 ± 0.016", "0.411 ± 0.008", "0.945 ± 0.002"),
@@ -101,7 +101,7 @@ def table(name: str, best: Sequence[Row], ends: tuple[float, float]) -> str:
 
 
 def _prior(row: Row, ends: tuple[float, float]) -> str:
-    """The prior, with a star if it is at an end of its grid and a better one may lie beyond."""
+    """The prior, with a star if it is at an end of its grid, so a better one may lie beyond."""
     text = f"{row['prior']:g}" + "*" * (row["prior"] in ends)
     if row["method"] != "GP":
         return text
@@ -136,7 +136,7 @@ def better(name: str, best: Sequence[Row], method: str, other: str, score: str) 
 
 
 def draw(folder: Path) -> None:
-    """`entropies_<set>.png`, like figure 6, and `nll_by_prior.png`."""
+    """Draw `entropies_<set>.png`, like figure 6, and `nll_by_prior.png`."""
     rows = _finished(folder)
     names = _sets(rows)
     for name in names:
@@ -148,7 +148,7 @@ def draw(folder: Path) -> None:
 
 
 def _entropies(best: Sequence[Row]) -> Figure:
-    """All seeds together, each method at its chosen prior."""
+    """Histograms over all seeds, with each method at its chosen prior."""
     figure = Figure(figsize=(2.1 * len(METHODS), 2.4), layout="constrained")
     edges = [math.log(10) * bar / BARS for bar in range(BARS + 1)]
     for ax, method in zip(figure.subplots(1, len(METHODS), sharey=True), METHODS, strict=True):
@@ -164,7 +164,7 @@ def _entropies(best: Sequence[Row]) -> Figure:
 
 
 def _nll_by_prior(rows: Sequence[Row], names: Sequence[str]) -> Figure:
-    """NLL of the test images; a ring marks the prior that most seeds choose on their validation images."""
+    """Plot the test NLL against the prior; a ring marks the prior that most seeds choose on their validation images."""
     figure, best = Figure(figsize=(4.4 * len(names) + 1.4, 3.2), layout="constrained"), chosen(rows)
     for ax, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         for method in METHODS:
@@ -185,7 +185,7 @@ def _nll_by_prior(rows: Sequence[Row], names: Sequence[str]) -> Figure:
 
 
 def _finished(folder: Path) -> list[Row]:
-    """Rows of the datasets and seeds that have all priors."""
+    """The rows of those datasets and seeds that have all priors."""
     priors: dict[tuple[str, int], set[float]] = {}
     for row in (rows := read_rows(folder / "scores.csv")):
         priors.setdefault((row["set"], row["seed"]), set()).add(row["prior"])
@@ -207,5 +207,5 @@ def _values(rows: Sequence[Row], method: str, score: str) -> list[float]:
 
 
 def _differences(rows: Sequence[Row], method: str, other: str, score: str) -> list[float]:
-    """Of two methods, by seed."""
+    """The difference between two methods for each seed."""
     return [a - b for a, b in zip(_values(rows, method, score), _values(rows, other, score), strict=True)]

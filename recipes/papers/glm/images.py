@@ -1,9 +1,9 @@
 """Table 2 of the GLM paper: six predictives on FashionMNIST (unknown: MNIST) and CIFAR-10 (unknown: SVHN).
 
 FashionMNIST uses a network of three convolutions and three linear layers, CIFAR-10 the all-convolutional network (as in
-table 2 and figure 6; `--cifar-network 3c3d` uses the first one). Adam minimises the negative log joint, with one
-training run for each prior precision δ and seed. Each method then chooses its δ by its NLL on validation images split
-off the training set (the authors split theirs off the test set), and is scored on test images:
+table 2 and figure 6; `--cifar-network 3c3d` uses the first one). Adam minimises the negative log joint, in one training
+run per prior precision δ and seed. Each method then chooses its δ by its NLL on validation images split off the
+training set (the authors split theirs off the test set), and is scored on test images:
 
 - MAP: the network itself;
 - BNN: weight samples, under a posterior with Kronecker factors;
@@ -59,8 +59,8 @@ class Settings:
 
     n_train: int = 2000
     n_validation: int = 300
-    n_test: int = 500  # and as many unknown ones
-    width: float = 1 / 8  # of the paper's channels and units: three convolutions and three linear layers
+    n_test: int = 500  # plus as many unknown images
+    width: float = 1 / 8  # share of the paper's channels and units, in three convolutions and three linear layers
     cifar_network: str = "all-conv"
     cifar_width: float = 1 / 12
     epochs: int = 10
@@ -180,13 +180,13 @@ def train(name: str, settings: Settings, batches: Batches, prior: float, seed: i
 def candidates(
     network: nn.Module, data: Data, prior: float, settings: Settings
 ) -> Iterator[tuple[str, LaplacePosterior, Any]]:
-    """The methods at one prior: a posterior, and how it predicts."""
+    """Yield each method at one prior: its name, its posterior, and how that predicts."""
     words = {"prior_precision": prior, "gp": GP(points=settings.points, outputs="independent")}
     posterior = fit_laplace(network, data.train, **words)
     samples = {"samples": settings.samples}
     yield "MAP", posterior, "map"
     yield "BNN", posterior, BNN(**samples)
-    dampened = replace(posterior, damping=settings.damping).with_prior(prior)  # of the same curvature
+    dampened = replace(posterior, damping=settings.damping).with_prior(prior)  # with the same curvature
     yield "BNN dampened", dampened, BNN(**samples)
     yield "GLM", posterior, GLM(link="mc", **samples)
     diagonal = fit_laplace(network, data.train, structure="diag", prior_precision=prior)
@@ -196,7 +196,7 @@ def candidates(
 
 
 def judge(run: Run, name: str, data: Data, seed: int, prior: float) -> Iterator[Row]:
-    """A row of scores for each method at one prior."""
+    """Return a row of scores for each method at one prior."""
     settings: Settings = run.settings
     trained = run.once(f"{name}, seed {seed}, prior {prior:g}", train, name, settings, data.train, prior, seed)
     network = make_network(name, settings)

@@ -1,4 +1,4 @@
-"""What table 1 adds to the package's linear model: draws of weights and of outputs, and the authors' short search."""
+"""Code that table 1 adds to the package's linear model: draws of weights and outputs, and the authors' short search."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lightning_bayes.evidence.whitened_model import (
 
 
 def weight_draws(model: WhitenedModel, gaussian: WhitenedGaussian, n: int, generator: torch.Generator) -> Tensor:
-    """Of the distance from the network's weights. In function space by Matheron's rule, `z − J̃ᵀS A⁻¹(SᵀJ̃z + ε)` with
-    `z` of the prior.  # [n, P]"""
+    """Draw distances from the network's weights. In function space, use Matheron's rule, `z − J̃ᵀS A⁻¹(SᵀJ̃z + ε)` with
+    `z` from the prior.  # [n, P]"""
     order, root = model.train.order, model.train.root
     w = root.new_empty(n, len(root))
     if isinstance(gaussian, WeightSpace):
@@ -46,10 +46,10 @@ def sampled_probabilities(
 
 
 def refine_briefly(model: WhitenedModel, steps: int = 250, β: float = 0.001) -> tuple[Tensor, DiagonalSpace]:
-    """The diagonal posterior on its way, after the authors' 250 steps of a thousandth: the precision moves by `β`
-    towards that of `E[Λ]`, the mean along the gradient over the precision. Larger steps are not stable: with a small
-    prior precision `β` times the curvature over its diagonal must stay below two. The mean's distance from the
-    network's weights, whitened `[P]`, and the posterior."""
+    """Refine the diagonal posterior as briefly as the authors do, in 250 steps of a thousandth. Each step moves the
+    precision by `β` towards that of `E[Λ]`, and the mean by `β` times the gradient over the precision. Larger steps are
+    unstable: if the prior precision is small, `β` times the ratio of the curvature to its diagonal must stay below two.
+    Returns the whitened distance of the mean from the network's weights `[P]`, and the posterior."""
     train, W, points = model.train, model.network_fisher(), normal_points(32, model.train.f.shape[1], 0)
     posterior, shift = DiagonalSpace(train, W), torch.zeros_like(train.start)
     for _ in range(steps):

@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Bar = Callable[[Iterable[int]], Iterable[int]]
-CACHED = 2**19  # numbers
+CACHED = 2**19  # numbers that fit into the cache
 
 
 @dataclass(frozen=True)
 class Shape:
     features: int
     width: int
-    outputs: int  # one for two classes
+    outputs: int  # 1 for two classes
 
     @property
     def layers(self) -> list[tuple[int, int]]:
-        """Outputs and inputs of each."""
+        """The numbers of outputs and inputs of each layer."""
         return [(self.width, self.features), (self.width, self.width), (self.outputs, self.width)]
 
     @property
@@ -43,19 +43,19 @@ class Shape:
         return nn.Sequential(*hidden, nn.Linear(self.width, self.outputs))
 
     def start(self, seed: int) -> Tensor:
-        """PyTorch's initialisation.  # [P]"""
+        """Initial weights, as PyTorch draws them.  # [P]"""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return nn.utils.parameters_to_vector(self.network().parameters()).detach()
 
     def parts(self, θ: Tensor) -> list[Tensor]:
-        """`W₁, b₁, W₂, b₂, W₃, b₃`, as views.  # [..., P]"""
+        """Split `θ` into views of `W₁, b₁, W₂, b₂, W₃, b₃`.  # [..., P]"""
         sizes = [n for out, into in self.layers for n in (out * into, out)]
         shapes = [s for out, into in self.layers for s in ((out, into), (out,))]
         return [part.unflatten(-1, s) for part, s in zip(θ.split(sizes, -1), shapes, strict=True)]
 
     def outputs_of(self, θ: Tensor, x: Tensor) -> Tensor:
-        """Of each network.  # [B, P], [N, D] -> [B, N, C]"""
+        """The outputs of each network.  # [B, P], [N, D] -> [B, N, C]"""
         W1, b1, W2, b2, W3, b3 = self.parts(θ)
         h = (W1.flatten(0, 1) @ x.mT).view(len(θ), -1, len(x))  # [B, H, N]
         h = (h + b1.unsqueeze(-1)).tanh_()
@@ -65,7 +65,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Examples:
-    """Of all splits: inputs and one-hot labels, or for two classes one number."""
+    """The training examples of all splits: inputs, and labels that are one-hot or, for two classes, one number."""
 
     x: Tensor  # [S, N, D]
     y: Tensor  # [S, C, N]
@@ -77,7 +77,7 @@ class Examples:
         return Examples(torch.stack(x), columns.to(x[0].dtype).contiguous())
 
     def parts(self, networks: int, width: int) -> list[Examples]:
-        """Few enough examples at a time that a layer's outputs stay in the cache, which halves the time."""
+        """Split the examples so that a layer's outputs stay in the cache, which halves the time."""
         few = max(1, CACHED // (networks * width))
         both = zip(self.x.split(few, 1), self.y.split(few, 2), strict=True)
         return [Examples(x.contiguous(), y.contiguous()) for x, y in both]
@@ -101,7 +101,7 @@ def train_map(
 
 
 def _joint_gradient(weights: list[Tensor], data: Examples, K: int) -> list[Tensor]:
-    """Of the negative log-likelihood."""
+    """The gradient of the negative log-likelihood."""
     W1, b1, W2, b2, W3, b3 = weights
     xT = data.x.mT  # [S, D, N]
     h1 = _tanh(_first(W1, xT, K).add_(b1.unsqueeze(-1)))  # [S·K, H, N]
@@ -125,7 +125,7 @@ def train_mfvi(
     lr: float = 1e-2,
     rho: float = -7.0,
 ) -> tuple[Tensor, Tensor]:
-    """Means and standard deviations; the noise of a split does not depend on the other splits.
+    """Return means and standard deviations; the noise of a split does not depend on the other splits.
     # starts [S, P], precisions [K] -> [S, K, P] each"""
     S, K = len(data.x), len(precisions)
     μ = _layers(shape, starts, K)
@@ -178,7 +178,7 @@ def mfvi_step(
     loss = _loss(f, data.y, K)
 
     u = _residual(f, data.y, K)
-    q = u * e3  # of v, twice
+    q = u * e3  # twice the gradient in v
     means, halves = [u @ h2.mT, u.sum(-1)], [q @ s2.mT, q.sum(-1)]
     u = _through_tanh((W3.mT @ u).addcmul_(h2, V3.mT @ q), h2)
     q = u * e2
@@ -191,7 +191,7 @@ def mfvi_step(
 
 
 def _summed(gradients: Iterable[list[Tensor]]) -> list[Tensor]:
-    """Of all parts of the data; in place."""
+    """Sum the gradients of all parts of the data, in place."""
     first, *others = gradients
     for other in others:
         for total, g in zip(first, other, strict=True):
@@ -200,7 +200,7 @@ def _summed(gradients: Iterable[list[Tensor]]) -> list[Tensor]:
 
 
 def _draw(m: Tensor, b: Tensor, v: Tensor, c: Tensor, ε: Tensor) -> tuple[Tensor, Tensor]:
-    """`m + b + √v ε`, in place, and `ε/√v`.  # [S·K, units, N], ε [S, units, N]"""
+    """Return `m + b + √v ε`, computed in place, and `ε/√v`.  # [S·K, units, N], ε [S, units, N]"""
     v.add_(c.unsqueeze(-1))
     e = v.rsqrt()
     e.view(len(ε), -1, *e.shape[1:]).mul_(ε.unsqueeze(1))
@@ -208,12 +208,12 @@ def _draw(m: Tensor, b: Tensor, v: Tensor, c: Tensor, ε: Tensor) -> tuple[Tenso
 
 
 def _layers(shape: Shape, starts: Tensor, K: int) -> list[Tensor]:
-    """A start for each split, the same for each prior, as leaves.  # [S, P] -> [S·K, ...]"""
+    """Trainable weights that start at each split's start, the same for each prior.  # [S, P] -> [S·K, ...]"""
     return [p.contiguous().requires_grad_() for p in shape.parts(starts.repeat_interleave(K, 0))]
 
 
 def _first(W: Tensor, xT: Tensor, K: int) -> Tensor:
-    """All networks of a split see the same inputs.  # [S·K, H, D], [S, D, N] -> [S·K, H, N]"""
+    """Apply the first layer. All networks of a split see the same inputs.  # [S·K, H, D], [S, D, N] -> [S·K, H, N]"""
     return torch.bmm(W.reshape(len(xT), -1, W.shape[-1]), xT).view(len(W), -1, xT.shape[-1])
 
 
@@ -223,7 +223,7 @@ def _first_gradient(u: Tensor, x: Tensor, K: int) -> Tensor:
 
 
 def _tanh(z: Tensor) -> Tensor:
-    """In place."""
+    """Compute `tanh z` in place."""
     return z.mul_(2).sigmoid_().mul_(2).sub_(1)
 
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from torch import nn
 
-CHANNELS, UNITS = (64, 96, 128), (512, 256)  # of three convolutions and three linear layers
-WIDE = (96, 192)  # of the all-convolutional network, before and after its second stride
+CHANNELS, UNITS = (64, 96, 128), (512, 256)  # channels and units of three convolutions and three linear layers
+WIDE = (96, 192)  # channels of the all-convolutional network, before and after its second stride
 
 
 def three_and_three(channels: int, width: float = 1.0) -> nn.Sequential:
-    """Convolutions with ReLU and pooling, and linear layers with tanh, for images of 28 or 32 pixels."""
+    """A network of convolutions with ReLU and pooling, and linear layers with tanh, for images of 28 or 32 pixels."""
     (a, b, c), (d, e) = (_part(sizes, width) for sizes in (CHANNELS, UNITS))
     network = nn.Sequential(
         *(nn.Conv2d(channels, a, 5), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)),
@@ -27,7 +27,8 @@ def three_and_three(channels: int, width: float = 1.0) -> nn.Sequential:
 
 
 def all_convolutional(channels: int, width: float = 1.0) -> nn.Sequential:
-    """Nine convolutions; the third and the sixth halve the image, and the class scores are means over positions."""
+    """A network of nine convolutions. The third and the sixth halve the image; class scores are means over
+    positions."""
     a, b = _part(WIDE, width)
     network = nn.Sequential(
         *(nn.Conv2d(channels, a, 3, padding=1), nn.ReLU(), nn.Conv2d(a, a, 3, padding=1), nn.ReLU()),

@@ -27,13 +27,13 @@ from recipes.program import Row, Run, markdown, read_rows, require, start
 
 BLOCKS = {"ResNet-20": 3, "ResNet-56": 9}
 BATCH = 250
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the inputs that the networks were trained on
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and standard deviation of the networks' training inputs
 
 
 @dataclass(frozen=True)
 class Settings:
     n_fit: int = 5000
-    n_test: int = 4000  # and half of them for validation
+    n_test: int = 4000  # half of these images are for validation
     n_all_weights: int = 500  # test images for predictions with all weights
 
 
@@ -45,7 +45,8 @@ SCALES = {
 
 
 class Block(nn.Module):
-    """Two convolutions with batch norm; the shortcut takes every second pixel and pads channels with zeros."""
+    """A block of two convolutions with batch norm; the shortcut takes every second pixel and pads channels with
+    zeros."""
 
     def __init__(self, channels: int, deeper: int) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ def read(settings: Settings, folder: Path, seed: int) -> Data:
 
 
 def prepared(x: Tensor) -> Tensor:
-    """Pixels from 0 to 1 as the networks expect them.  # [N, 3, H, W]"""
+    """Convert pixels from 0 to 1 to the inputs that the networks expect.  # [N, 3, H, W]"""
     return (x - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
 
 
@@ -135,7 +136,7 @@ def quality(network: str, method: str, probs: Tensor, y: Tensor) -> Row:
 
 
 def judge(name: str, data: Data, settings: Settings, folder: Path) -> Iterator[Row]:
-    """Probabilities of test images, by method."""
+    """Yield the probabilities of the test images for each method."""
     network = load(name, folder)
     x, y = data.test
     logits, held_out = outputs(network, x), outputs(network, data.validation[0])

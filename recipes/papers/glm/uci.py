@@ -2,7 +2,7 @@
 
 Two hidden layers of tanh units, full-batch Adam on the summed negative log joint, one training run for each prior
 precision δ of a grid. Each method takes the δ with its best validation NLL, and is scored on the test part. Splits are
-70/15/15, stratified, with the authors' seeds; our ± is the standard error over splits, the paper does not define its ±.
+70/15/15, stratified, with the authors' seeds; our ± is the standard error over splits; the paper does not define its ±.
 
 - MAP: the network itself.
 - MFVI: independent normal weights, by local reparameterisation.
@@ -47,7 +47,7 @@ from recipes.papers.glm.uci_report import SETS, draw, report
 from recipes.program import Row, Run, missing, progress, start
 
 SEEDS = (711, 1, 75, 359, 17, 420, 129, 666, 69, 36)
-MOST_POINTS = 300  # of GP
+MOST_POINTS = 300  # points of GP at most
 PARTS = ("network", "MFVI", "Laplace", "refined", "short")
 
 
@@ -55,7 +55,7 @@ PARTS = ("network", "MFVI", "Laplace", "refined", "short")
 class Settings:
     width: int = 20
     steps: int = 3000
-    precisions: int = 5  # of δ, between 0.01 and 100
+    precisions: int = 5  # number of values of δ, between 0.01 and 100
     samples: int = 1000
 
 
@@ -79,12 +79,12 @@ class Split:
     train: tuple[Tensor, Tensor]
     validation: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
-    n_outputs: int  # one for two classes
+    n_outputs: int  # 1 for two classes
     run_seed: int = 0
 
     @property
     def noise_seed(self) -> int:
-        """Of first weights and draws."""
+        """The seed of initial weights and draws."""
         return self.seed + 1000 * self.run_seed
 
     def shape(self, width: int) -> Shape:
@@ -92,7 +92,7 @@ class Split:
 
     @property
     def held_out(self) -> Tensor:
-        """Validation, then test."""
+        """The inputs of the validation part, then of the test part."""
         return torch.cat((self.validation[0], self.test[0]))
 
 
@@ -131,14 +131,14 @@ def examples(splits: list[Split]) -> Examples:
 
 
 def trained(name: str, splits: list[Split], settings: Settings) -> Tensor:
-    """# [S, K, P]"""
+    """Train a network for each split and prior.  # [S, K, P]"""
     shape = splits[0].shape(settings.width)
     starts = torch.stack([shape.start(split.noise_seed) for split in splits])
     return train_map(shape, examples(splits), starts, grid(settings), settings.steps, bar(f"{name}: networks"))
 
 
 def trained_mfvi(name: str, splits: list[Split], settings: Settings) -> Tensor:
-    """Means and standard deviations.  # [S, 2, K, P]"""
+    """Train means and standard deviations.  # [S, 2, K, P]"""
     shape = splits[0].shape(settings.width)
     starts = torch.stack([shape.start(split.noise_seed) for split in splits])
     noise = [torch.Generator().manual_seed(split.noise_seed) for split in splits]
@@ -152,14 +152,14 @@ def bar(what: str) -> Callable[[Any], Any]:
 
 
 def probabilities(f: Tensor) -> Tensor:
-    """Of all classes, from outputs.  # [..., C]"""
+    """The probabilities of all classes, from outputs.  # [..., C]"""
     if f.shape[-1] > 1:
         return f.softmax(-1)
     return torch.cat((f.neg().sigmoid(), f.sigmoid()), -1)
 
 
 def scores(name: str, split: Split, method: str, δ: float, probs: Tensor) -> Row:
-    """Of the probabilities of the validation and the test part.  # [E, C]"""
+    """Score the probabilities of the validation and the test part.  # [E, C]"""
     n, y = len(split.validation[1]), split.test[1]
     probs = probs.double().clamp_min(1e-12)
     probs = probs / probs.sum(-1, keepdim=True)
@@ -189,7 +189,7 @@ def score_mfvi(name: str, split: Split, weights: Tensor, settings: Settings) -> 
 
 
 def drawn_probabilities(shape: Shape, θ: Tensor, x: Tensor) -> Tensor:
-    """The mean over weight draws, in chunks.  # [S, P] -> [E, C]"""
+    """Probabilities averaged over weight draws, computed in chunks.  # [S, P] -> [E, C]"""
     few = max(1, 2**22 // (len(x) * shape.width))
     total = sum(probabilities(shape.outputs_of(part, x.to(part))).double().sum(0) for part in θ.split(few))
     assert isinstance(total, Tensor)
@@ -198,7 +198,7 @@ def drawn_probabilities(shape: Shape, θ: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A trained network of a split, linearised."""
+    """The linearised network of a split, at one prior."""
 
     name: str
     split: Split
@@ -209,7 +209,7 @@ class Case:
 
     @cached_property
     def posterior(self) -> LaplacePosterior:
-        """The network with its training data, and the points of its Gaussian process."""
+        """The diagonal posterior, with the points of the Gaussian process."""
         network = self.shape.network().double()
         nn.utils.vector_to_parameters(self.θ.clone(), network.parameters())
         likelihood = "binary" if self.shape.outputs == 1 else "classification"
@@ -235,7 +235,7 @@ class Case:
         return scores(self.name, self.split, method, self.δ, probs)
 
     def glm_row(self, method: str, h: Tensor, posterior: WhitenedGaussian) -> Row:
-        """From outputs `h` and a posterior of the linearised network."""
+        """Score predictions with mean outputs `h` and the covariance of a posterior of the linearised network."""
         noise = torch.Generator().manual_seed(self.split.noise_seed)
         covariance = posterior.covariance(self.held_out)
         return self.row(method, sampled_probabilities(h, covariance, self.samples, noise, probabilities))
@@ -272,7 +272,7 @@ def gp_probabilities(case: Case) -> Tensor:
 
 
 def score_refined(name: str, split: Split, θ: Tensor, settings: Settings, laplace: list[Row]) -> Iterator[Row]:
-    """All δ, or if that would take long, those downhill from the Laplace posterior's best."""
+    """Score all δ or, if that would take too long, only those downhill from the Laplace posterior's best δ."""
     of_δ = cases(name, split, θ, settings)
     for method, start_from in (("GLM refine", "GLM"), ("GLM refine d", "GLM diag")):
         if of_δ[0].model.is_narrow:
@@ -290,7 +290,7 @@ def score_short(name: str, split: Split, θ: Tensor, settings: Settings) -> Iter
 
 
 def downhill(row_of: Callable[[int], Row], first: int, n: int) -> list[Row]:
-    """Rows from `first` on, in both directions while the validation NLL falls."""
+    """Rows from `first` in both directions, for as long as the validation NLL falls."""
     rows = {first: row_of(first)}
     for step in (-1, 1):
         k = first
@@ -305,7 +305,7 @@ def downhill(row_of: Callable[[int], Row], first: int, n: int) -> list[Row]:
 
 
 def run_split(run: Run, name: str, splits: list[Split], i: int, parts: list[str]) -> None:
-    """All parts of the split `splits[i]`, one of those that train at once."""
+    """Compute all parts of the split `splits[i]`, which trains together with the other `splits`."""
     split, settings = splits[i], run.settings
     seeds = "-".join(str(other.seed) for other in splits)
 
@@ -313,7 +313,7 @@ def run_split(run: Run, name: str, splits: list[Split], i: int, parts: list[str]
         return run.once(f"{name} networks {seeds}", trained, name, splits, settings)[i]
 
     def collect(part: str, function: Callable[..., Iterator[Row]], weights: Callable[[], Any], *args: Any) -> list[Row]:
-        """The part's rows. Networks train only if rows are missing."""
+        """Return the rows of a part. Networks train only if rows are missing."""
         step = f"{name} {split.seed} {part}"
         run.collect("scores", step, lambda: function(name, split, weights(), settings, *args))
         return [row for row in run.rows("scores") if row["step"] == step]

@@ -14,11 +14,11 @@ from recipes.program import Row, markdown, read_rows, spread, standard_error
 
 SETS = ("australian", "cancer", "ionosphere", "glass", "vehicle", "waveform", "digits", "satellite")
 METHODS = ("MAP", "MFVI", "BNN", "GLM", "GLM diag", "GLM refine", "GLM refine d")
-OURS = ("GP", "GLM refine d, short")  # not in the paper's table
-STOPPED = {"GLM refine d, short": "GLM refine d"}  # the paper's was stopped on its way
+OURS = ("GP", "GLM refine d, short")  # these are not in the paper's table
+STOPPED = {"GLM refine d, short": "GLM refine d"}  # the paper stops this search early
 FEWEST = 5  # fewest splits for a comparison of standard errors
 LINES = {"BNN": "tab:red", "GLM": "tab:blue", "GLM refine": "tab:cyan", "MAP": "tab:gray"}
-PAPER: Mapping[str, tuple[tuple[float, float], ...]] = {  # by METHODS, each with its standard error
+PAPER: Mapping[str, tuple[tuple[float, float], ...]] = {  # in the order of METHODS, with standard errors
     "australian": ((0.31, 0.01), (0.34, 0.01), (0.42, 0.00), (0.32, 0.02), (0.33, 0.01), (0.32, 0.02), (0.31, 0.01)),
     "cancer": ((0.11, 0.02), (0.11, 0.01), (0.19, 0.00), (0.10, 0.01), (0.11, 0.01), (0.11, 0.01), (0.12, 0.02)),
     "ionosphere": ((0.35, 0.02), (0.41, 0.01), (0.50, 0.00), (0.29, 0.01), (0.35, 0.01), (0.35, 0.05), (0.32, 0.03)),
@@ -40,7 +40,7 @@ PAPER: Mapping[str, tuple[tuple[float, float], ...]] = {  # by METHODS, each wit
         (0.248, 0.002),
     ),
 }
-Chosen = dict[tuple[str, str], list[Row]]  # by set and method, a row for each split
+Chosen = dict[tuple[str, str], list[Row]]  # by dataset and method, one row per split
 
 
 def chosen(folder: Path) -> Chosen:
@@ -57,7 +57,7 @@ def chosen(folder: Path) -> Chosen:
 
 
 def report(folder: Path) -> str:
-    """Markdown of the saved scores."""
+    """The report on the saved scores, as Markdown."""
     rows = chosen(folder)
     sets = [name for name in SETS if any(key[0] == name for key in rows)]
     methods = [method for method in (*METHODS, *OURS) if any(key[1] == method for key in rows)]
@@ -108,7 +108,7 @@ def _agreement(rows: Chosen, sets: list[str]) -> str:
 
 
 def claims(folder: Path) -> list[Claim]:
-    """Of section 4.2."""
+    """The claims of section 4.2."""
     rows = chosen(folder)
 
     def better(one: str, other: str, statement: str, share: float = 0.5) -> list[Claim]:
@@ -134,7 +134,7 @@ def claims(folder: Path) -> list[Claim]:
 
 
 def _at_every_prior(rows: list[Row], one: str, other: str) -> list[Claim]:
-    """Of the same networks (figure 5)."""
+    """Compare two methods on the same networks (figure 5)."""
     nlls = {(row["set"], float(row["delta"]), row["seed"], row["method"]): row["nll"] for row in rows}
     both: dict[tuple[str, float], list[tuple[float, float]]] = {}
     for (name, δ, seed, method), nll in nlls.items():
@@ -150,7 +150,7 @@ def _at_every_prior(rows: list[Row], one: str, other: str) -> list[Claim]:
 
 
 def draw(folder: Path) -> Figure:
-    """Test NLL, mean over splits, against δ."""
+    """Plot the test NLL, averaged over splits, against δ."""
     means = _by_prior(read_rows(folder / "scores.csv"))
     sets = [name for name in SETS if (name, "MAP") in means]
     columns = min(4, len(sets))
@@ -166,7 +166,7 @@ def draw(folder: Path) -> Figure:
         ax.set(xscale="log", title=name, xlabel="prior precision δ", ylabel="test NLL")
         largest = max(nll for method in ("BNN", "GLM") for nll in means.get((name, method), {0.0: 0.0}).values())
         if largest:
-            ax.set_ylim(0, 1.1 * largest)  # MAP without a prior is far above the others
+            ax.set_ylim(0, 1.1 * largest)  # MAP with a weak prior is far above the others
     figure.axes[0].legend(fontsize=7)
     return figure
 
@@ -214,7 +214,7 @@ def _paper(name: str, method: str) -> tuple[float, float] | None:
 
 
 def _digits(name: str) -> int:
-    """That the paper gives."""
+    """The number of digits that the paper gives."""
     return 3 if name in SETS[4:] else 2
 
 
@@ -225,7 +225,7 @@ def _splits(rows: Chosen, name: str) -> str:
 
 
 def _means_of_common(one: list[Row], other: list[Row]) -> tuple[float, float]:
-    """Rows of the splits that both methods have; an unfinished run has more for some."""
+    """Mean NLLs over the splits that both methods have; in an unfinished run, some methods have more splits."""
     seeds = {row["seed"] for row in one} & {row["seed"] for row in other}
     a, b = (mean(row["nll"] for row in rows if row["seed"] in seeds) if seeds else math.nan for rows in (one, other))
     return a, b

@@ -1,4 +1,5 @@
-"""The toy regression: 20 points on y = x³ + N(0, 3²) with x in [−4, 4], and an ordinary network of 2 × 40 ReLU."""
+"""The toy regression: 20 points on y = x³ + N(0, 3²) with x in [−4, 4], and an ordinary network of 2 × 40 ReLU
+units."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def train(model: CubicNet, loader: DataLoader[list[Tensor]], epochs: int, *callb
 
 
 def outputs_at(network: nn.Module, θ: Tensor, x: Tensor) -> Tensor:
-    """The network at each of several weight vectors.  # [S, P], [N, 1] -> [S, N, 1]"""
+    """The network's outputs at each of several weight vectors.  # [S, P], [N, 1] -> [S, N, 1]"""
     parameters = dict(network.named_parameters())
     sizes = [p.numel() for p in parameters.values()]
 

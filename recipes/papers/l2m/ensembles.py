@@ -1,13 +1,13 @@
 """L2M ensembles, which the L2M paper leaves for future work, on UCI regression: does L2M add to a deep ensemble?
 
-Five networks with one hidden layer of 50 ReLU are trained by AdamW on squared error, with a fifth of the training rows
-held out; the networks for all splits of a dataset train side by side. The methods are one of the networks, its L2M
-posterior (`fit_l2m`: no pass over the data) and its post-hoc Laplace posterior (`fit_laplace`, Kronecker), and the same
-three for all five networks, as a `DeepEnsemble`.
+Five networks with one hidden layer of 50 ReLU units are trained by AdamW on squared error, with a fifth of the training
+rows held out; the networks for all splits of a dataset train side by side. The methods are one of the networks, its L2M
+posterior (`fit_l2m`, without a pass over the data) and its post-hoc Laplace posterior (`fit_laplace`, Kronecker), and
+the same three for all five networks as a `DeepEnsemble`.
 
 The noise of the curvature is the training error. `tune_prior("auto")` chooses the prior on the held-out rows. Each
 method's noise σ², which is added to its variance of the function, is then the one with the best NLL on the held-out
-rows. For a network without a posterior it is the mean squared error there. The test rows choose nothing.
+rows. For a network without a posterior it is the mean squared error there. The test rows are only used for scores.
 
     python -m recipes.papers.l2m.ensembles                       # seconds: three sets, two splits
     python -m recipes.papers.l2m.ensembles --scale               # four minutes: nine sets, 20 splits (protein: 5)
@@ -45,15 +45,15 @@ CAPTIONS = {
 }
 
 PAIRS = (("L2M ensemble", "deep ensemble"), ("L2M", "network"))
-Cells = dict[tuple[str, str], list[Row]]  # by set and method, a row for each split
+Cells = dict[tuple[str, str], list[Row]]  # by dataset and method, one row per split
 
 
 @dataclass(frozen=True)
 class Settings:
     sets: tuple[str, ...] = ("boston", "energy", "yacht")
-    splits: int = 2  # the first ones
+    splits: int = 2  # the first splits of each dataset
     kind: str = "standard"  # or "gap"
-    steps: int = 3_000  # of each training
+    steps: int = 3_000  # steps of each training run
     members: int = 5
 
 
@@ -71,7 +71,7 @@ SCALES = {
 class Member:
     """A trained network as a point, with its L2M posterior and with its post-hoc Laplace posterior."""
 
-    point: LaplacePosterior  # only its mean is used
+    point: LaplacePosterior  # only the mean of this posterior is used
     l2m: LaplacePosterior
     laplace: LaplacePosterior
 
@@ -160,12 +160,12 @@ def _by_cell(folder: Path) -> tuple[Cells, list[str]]:
 
 
 def _gaps(by_cell: Cells, name: str, own: str, rival: str) -> list[float]:
-    """Differences of the NLL, split by split."""
+    """The differences in NLL for each split."""
     return [a["NLL"] - b["NLL"] for a, b in zip(by_cell[name, own], by_cell[name, rival], strict=True)]
 
 
 def draw(folder: Path) -> Figure:
-    """How a posterior changes the NLL, with two standard errors."""
+    """Plot how a posterior changes the NLL, with two standard errors."""
     by_cell, sets = _by_cell(folder)
     figure = Figure(figsize=(7, 1 + 0.3 * len(sets)), layout="constrained", dpi=110)
     for ax, (own, rival) in zip(figure.subplots(1, len(PAIRS), sharey=True), PAIRS, strict=True):
@@ -179,7 +179,7 @@ def draw(folder: Path) -> Figure:
 
 
 def claims(by_cell: Cells, sets: list[str]) -> Iterator[Claim]:
-    """Claims that uncertainty around each member improves the ensemble, as the paper expects, and a single network."""
+    """Claims that a posterior around each member improves the ensemble, as the paper expects, and a single network."""
     for own, rival in PAIRS:
         for name in sets:
             gaps = _gaps(by_cell, name, own, rival)

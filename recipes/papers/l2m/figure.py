@@ -1,4 +1,4 @@
-"""The figure of the toy regression: mean and 1, 2, 3 standard deviations of the function, as in the paper, and the
+"""The figure of the toy regression: the mean, 1, 2 and 3 standard deviations of the function as in the paper, and the
 noise."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SHADES = ((3, "#fbdccb"), (2, "#f4b08d"), (1, "#e5814f"))
 
 
 def draw_panels(predictions: Mapping[str, Mapping[str, Tensor]], rows: Mapping[str, Mapping], data: Cubic) -> Figure:
-    """Twelve methods' mean, epistemic and total variance on `GRID`, with their scores."""
+    """Plot the mean, epistemic and total variance of twelve methods on `GRID`, with their scores."""
     figure = Figure(figsize=(10.5, 7.8), layout="constrained", dpi=80)
     figure.get_layout_engine().set(h_pad=0.08, w_pad=0.06)
     axes = figure.subplots(3, 4, sharex=True, sharey=True).flatten()

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from recipes.program import missing
 
-VALIDATION = 0.2  # of the training rows
+VALIDATION = 0.2  # fraction of the training rows
 
 
 @dataclass(frozen=True)

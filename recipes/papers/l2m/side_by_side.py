@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from recipes.program import progress
 
 BATCH = 32
-State = dict[str, Any]  # tensors by name, all with the networks in front
+State = dict[str, Any]  # tensors by name; the first dimension is the network
 
 
 def make_network(n_inputs: int, width: int = 50) -> nn.Sequential:
@@ -56,7 +56,7 @@ def train_side_by_side(parts: Sequence[TensorDataset], steps: int, seed: int, wh
 
 
 def member(state: State, k: int) -> tuple[nn.Module, torch.optim.AdamW]:
-    """Network k, and the optimizer that trained it."""
+    """Network k and its optimizer."""
     own = {name: p[k].clone() for name, p in state["parameters"].items()}
     network = make_network(own["0.weight"].shape[1]).eval()
     network.load_state_dict(own)

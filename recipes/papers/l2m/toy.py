@@ -1,9 +1,9 @@
 """Figure 1 of the L2M paper: what twelve predictives say about y = x³ beyond the data.
 
-20 points, x uniform in [−4, 4], y = x³ + N(0, 3²), a network of 2 × 40 ReLU, AdamW with learning rate 0.1 and weight
-decay 0.1, 500 samples. All methods know the noise. The result is one picture, and a table of the negative
-log-likelihood and the coverage of the 95 % interval between the data (|x| < 4) and beyond them (4 < |x| < 6).
-Randomised prior functions, one of the paper's panels, are left out.
+There are 20 points on y = x³ + N(0, 3²), with x uniform in [−4, 4]. A network of 2 × 40 ReLU units trains by AdamW with
+learning rate 0.1 and weight decay 0.1; methods draw 500 samples and know the noise. The result is one picture, and a
+table of the negative log-likelihood and the coverage of the 95 % interval between the data (|x| < 4) and beyond them (4
+< |x| < 6). Randomised prior functions, one of the paper's panels, are left out.
 
 The paper does not state its batch size or its loss, and has no public code. This program trains in two ways:
 
@@ -55,7 +55,7 @@ from recipes.program import Row, Run, markdown, progress, read_rows, start
 
 Method = Callable[[Tensor], Prediction]
 PRINTED = "L2M, eq. (6) as printed"
-PEERS = ("MC dropout", "deep ensemble", "SWAG-diagonal", "HMC")  # also in the paper's figure
+PEERS = ("MC dropout", "deep ensemble", "SWAG-diagonal", "HMC")  # methods that are also in the paper's figure
 NOTE = """"L2M, sampled" is L2M with weight samples, and too wide for the figure: units that no data point switches on
 have no gradient, and only the prior of weight decay, N·wd/c = 0.1, constrains their weights. This barely affects the
 linearised network. Eq. (6) as intended has the same problem; as printed, its slip of 1/λ = 10 holds every weight to
@@ -66,12 +66,12 @@ UNEQUAL = "The deep ensemble uses all training runs, including those that lost t
 
 @dataclass(frozen=True)
 class Settings:
-    epochs: int = 1250  # with batches of 5: four steps each
-    paper_epochs: int = 5000  # with full batches: one step each
-    members: int = 5  # of the ensembles, and chains of HMC
+    epochs: int = 1250  # with batches of 5, so four steps each
+    paper_epochs: int = 5000  # with full batches, so one step each
+    members: int = 5  # members of the ensembles, and chains of HMC
     samples: int = 500
-    warm_up: int = 100  # of HMC
-    draws: int = 150  # of each HMC chain
+    warm_up: int = 100  # steps of HMC's warm-up
+    draws: int = 150  # draws of each HMC chain
 
 
 SCALES = {
@@ -92,7 +92,7 @@ class Trained:
     data: Cubic
 
     def member(self, m: int) -> LaplacePosterior:
-        """The calibrated L2M posterior of a separate network."""
+        """The calibrated L2M posterior of one separately trained network."""
         return _posterior(self.run.once(f"member {m}", _train_member, self.data, self.run, m))
 
     def members(self) -> list[LaplacePosterior]:
@@ -104,7 +104,7 @@ class Trained:
         return min(range(self.run.settings.members), key=lambda m: training_error(self.member(m), self.data))
 
     def network(self) -> LaplacePosterior:
-        """The network of all methods except ensembles, HMC and eq. (6)."""
+        """The network that all methods use except ensembles, HMC and eq. (6)."""
         return self.member(self.best)
 
     def paper(self, prior: str) -> LaplacePosterior:
@@ -137,7 +137,7 @@ def _posterior(state: dict[str, Any]) -> LaplacePosterior:
 
 
 def _sample_chains(members: list[LaplacePosterior], data: Cubic, run: Run) -> dict[str, Any]:
-    """One chain from each trained member, in float64, under the prior N(0, 1)."""
+    """Run one chain from each trained member, in float64, under the prior N(0, 1)."""
     L.seed_everything(run.seed, verbose=False)
     network, x, y = CubicNet().double().eval(), data.x.double(), data.y.double()
 
@@ -164,7 +164,7 @@ def post_hoc(trained: Trained, structure: str) -> Method:
 
 
 def mc_dropout(trained: Trained) -> Method:
-    """Gal and Ghahramani (2016): dropout stays on."""
+    """Predict with dropout left on (Gal and Ghahramani 2016)."""
     model, settings = CubicNet(dropout=0.1), trained.run.settings
     train(model, trained.data.loader(batch_size=5), settings.epochs)
     model.train()
@@ -172,8 +172,8 @@ def mc_dropout(trained: Trained) -> Method:
 
 
 def swag_diagonal(trained: Trained, lr: float = 1e-4) -> Method:
-    """Maddox et al. (2019): mean and variance of the weights after each epoch of SGD, starting at the trained ones. The
-    rate is the largest power of ten that keeps the fit, which we chose on the test points."""
+    """The mean and variance of the weights after each epoch of SGD, which starts at the trained weights (Maddox et al.
+    2019). We chose the learning rate on the test points, as the largest power of ten that keeps the fit."""
     model, settings = trained.network().network, trained.run.settings
     sgd = torch.optim.SGD(model.parameters(), lr=lr)
     visited = []
@@ -212,7 +212,7 @@ METHODS: dict[str, Callable[[Trained], Method]] = {
     "Laplace, diagonal": lambda t: post_hoc(t, "diag"),
     "Laplace, full": lambda t: post_hoc(t, "full"),
     "HMC": lambda t: by_chains(t.chains()["draws"]),
-    "L2M, sampled": lambda t: sampled(t.network(), t.run),  # only for the table
+    "L2M, sampled": lambda t: sampled(t.network(), t.run),  # only in the table
 }
 
 
@@ -220,7 +220,7 @@ METHODS: dict[str, Callable[[Trained], Method]] = {
 
 
 def predict(name: str, trained: Trained) -> dict[str, dict[str, Tensor]]:
-    """A method's predictions on the figure's grid, between the data and beyond them."""
+    """Predict on the figure's grid, between the data, and beyond the data."""
     trained.network()  # a method's random numbers do not depend on earlier training
     L.seed_everything(trained.run.seed, verbose=False)
     method, data = METHODS[name](trained), trained.data
@@ -305,7 +305,7 @@ def report(folder: Path) -> str:
 
 
 def claims(rows: dict[str, Row]) -> Iterator[Claim]:
-    """The paper's statements about its figure, which has no numbers."""
+    """The paper's statements about its figure, which gives no numbers."""
     for name in (PRINTED, "L2M"):
         low, *high = (rows[name][f"σ of f {where}"] for where in ("between", "left", "right"))
         statement = f"{name}: σ of f is higher beyond the data than between, on both sides"

@@ -12,7 +12,7 @@ mean squared error as loss while h is that of the sum, a factor ½ in h, and ima
 (Two details are not reproduced: their convolutions have the gradient of the mean network, and their validation loss,
 which controls the learning rate and early stopping, uses sampled networks.) Each other row changes one setting.
 
-Theory makes predictions before any training. To first order, a sampled network's variance is
+Theory predicts results before any training. To first order, a sampled network's variance is
 
     σ²(x) = Σ_w J_w(x)² / H_w,     H_w = scale · N/α · E[J_w²] + H₀ (1 − α)ᵗ + δ,
 
@@ -73,7 +73,7 @@ class Configuration:
     batch: int = 100
     lr: float = 1e-4
     lr_by_width: bool = True
-    hessian: str = ""  # of the settings
+    hessian: str = ""  # "" takes that of the settings
     at: str = "sample"
     memory_factor: float = 1e-3
     start: float = N  # H₀
@@ -112,12 +112,12 @@ class Settings:
     rows: tuple[str, ...] = tuple(ROWS)
     seeds: int = 2
     n_train: int = 2500
-    n_valid: int = 1000  # and as many outside
+    n_valid: int = 1000  # plus as many images outside
     epochs: int = 20
     pixels: int = 16
     channels: int = 8
     samples: int = 10
-    hessian: str = "approx"  # a third of the mixed one's time; "auto" is mixed, and exact up to 256 features
+    hessian: str = "approx"  # takes a third of the time of "mixed"; "auto" is "mixed", but "exact" up to 256 features
     lr_by_width: bool = True
 
 
@@ -131,14 +131,14 @@ FAST = Settings((AUTHORS, "H₀ = 1 (paper)"), 2, 300, 100, 3, 8, 2, 4)
 
 
 class LitMeanLoss(LitAutoencoder):
-    """The authors' loss, which also averages over pixels."""
+    """The authors' loss, which averages over pixels as well."""
 
     def loss(self, x: Tensor) -> Tensor:
         return 0.5 * F.mse_loss(self(x), x)
 
 
 class Curve(L.Callback):
-    """A row of curve.csv after the epochs 1, 2, 4, …"""
+    """Write a row of curve.csv after epochs 1, 2, 4, …"""
 
     def __init__(self, run: Run, step: str, callback: OnlineLaplaceCallback, data: Data, outside: Tensor) -> None:
         self.run, self.step, self.callback, self.data, self.outside = run, step, callback, data, outside
@@ -185,7 +185,7 @@ def train(run: Run, name: str, seed: int, data: Data, outside: Tensor) -> Iterab
     if of.mirrored:
         module.decoder = conv_decoder(sizes.pixels, sizes.width, mirrored=True)
     widest = sizes.width // 8 * max(32, (settings.pixels // 4) ** 2)
-    exact = {"threshold": widest} if of.hessian == "mixed" else {}  # all linear layers, as the authors'
+    exact = {"threshold": widest} if of.hessian == "mixed" else {}  # all linear layers exact, as in the authors' code
     kept = memory(len(data.train), of)
     callback = OnlineLaplaceCallback(
         NOISE,
@@ -230,7 +230,7 @@ def train(run: Run, name: str, seed: int, data: Data, outside: Tensor) -> Iterab
 
 
 def judge(posterior: LaplacePosterior, data: Data, outside: Tensor, samples: int) -> Row:
-    """Errors, AUROC, and how closely σ follows brightness."""
+    """Errors, AUROC, and the correlation of σ with brightness."""
     inside = data.valid.tensors[0][: len(outside)]
     method = Laplacian(posterior)
     scores = scores_of(method, data.train.tensors[0], inside, outside, samples, 0)
@@ -247,7 +247,7 @@ def judge(posterior: LaplacePosterior, data: Data, outside: Tensor, samples: int
 
 @torch.no_grad()
 def perturbed(network: Any, seed: int) -> Any:
-    """As if no curvature had been learned: every weight with the same variance."""
+    """A posterior as if no curvature had been learned: every weight has the same variance."""
     copy, generator = deepcopy(network), torch.Generator().manual_seed(seed)
     for weight in copy.parameters():
         weight += torch.randn(weight.shape, generator=generator) / EQUAL**0.5

@@ -14,8 +14,8 @@ from recipes.program import Row, markdown, read_rows, spread
 
 N, CHANNELS = 55_000, 64
 AUTHORS = "the authors' configuration"
-EQUAL = 5000.0  # the precision that the newest version of their code tests with, because it does not load H
-STEP = 0.05  # of an AUROC that is called a difference
+EQUAL = 5000.0  # the authors' newest code tests with this precision, because it does not load H
+STEP = 0.05  # a change of an AUROC that counts as a difference
 
 
 def report(folder: Path) -> str:
@@ -31,10 +31,10 @@ def report(folder: Path) -> str:
         f"AUROC on {settings['n_valid']:,} validation images and as many of MNIST; mean ± standard error over "
         f"{n_seeds} seed{'s' * (n_seeds != 1)}. The paper's figure 9 has no numbers in its text.",
         _rows(rows),
-        '"start left": the part of H₀ not forgotten in the end; "determined": the share of weights whose precision '
-        'comes from the data for more than half; "brightness": rank correlation of output σ with the mean pixel. '
-        "Errors are ‖x − f(x)‖² inside: of a sampled network, and of the mean one. In the last two columns the trained "
-        f"network's weights have all the same precision, {EQUAL:.0f}, instead of the learned one.",
+        '"start left" is the part of H₀ that is not forgotten at the end; "determined" is the share of weights whose '
+        'precision comes mostly from the data; "brightness" is the rank correlation of output σ with the mean pixel. '
+        "Errors are ‖x − f(x)‖² inside, of a sampled network and of the mean network. In the last two columns, all "
+        f"weights of the trained network have the same precision, {EQUAL:.0f}, instead of the learned one.",
         "Without any network:",
         markdown(["score", "AUROC"], [[r["score"], r["AUROC"]] for r in read_rows(folder / "baselines.csv")], 3),
     ]
@@ -118,7 +118,7 @@ def predictions(rows: dict[str, list[Row]], without_network: float) -> list[Clai
 
 
 def picture(folder: Path) -> Figure:
-    """AUROC by epoch, every seed."""
+    """Plot the AUROC by epoch for every seed."""
     figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=110)
     rows = read_rows(folder / "curve.csv")
     steps = dict.fromkeys(r["step"].rsplit(" epoch ", 1)[0] for r in rows)

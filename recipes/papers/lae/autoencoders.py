@@ -30,7 +30,7 @@ from recipes.program import QUIET, Run, progress
 
 METHODS = ("AE", "VAE", "MC-AE", "AE ensemble", "LAE (post-hoc)", "LAE (online)")
 DROPOUT, MEMBERS, KL_WEIGHT, LATENT = 0.2, 5, 1e-3, 2
-BATCH = 500  # batch size outside of training
+BATCH = 500  # batch size outside training
 PATIENCE = 8  # epochs without a better validation loss
 NOISE = Gaussian(noise_std=1.0)
 
@@ -50,7 +50,7 @@ def linear_decoder(pixels: int, width: int, dropout: float = 0.0) -> nn.Sequenti
 
 
 def conv_encoder(pixels: int, width: int, dropout: float = 0.0) -> nn.Sequential:
-    """With 64 channels: Conv64 – pool – Conv64 – pool – 2048 – 1024 – 2."""
+    """The encoder with convolutions; with 64 channels: Conv64 – pool – Conv64 – pool – 2048 – 1024 – 2."""
     if pixels % 4:
         raise SystemExit(f"two poolings need an image whose side is a multiple of 4, not --pixels {pixels}")
     c, side = width // 8, pixels // 4
@@ -61,7 +61,7 @@ def conv_encoder(pixels: int, width: int, dropout: float = 0.0) -> nn.Sequential
 
 
 def conv_decoder(pixels: int, width: int, dropout: float = 0.0, mirrored: bool = False) -> nn.Sequential:
-    """As in the authors' code, whose decoder has one more convolution than the encoder; `mirrored`: the same number."""
+    """The decoder of the authors' code, with one convolution more than the encoder, or as many if `mirrored`."""
     c, side = width // 8, pixels // 4
     linear = [nn.Linear(LATENT, 16 * c), nn.Linear(16 * c, 32 * c), nn.Linear(32 * c, c * side**2)]
     first: list[nn.Module] = [nn.Tanh(), nn.Unflatten(1, (c, side, side))]
@@ -113,7 +113,7 @@ class LitAutoencoder(L.LightningModule):
 
 
 class LitVAE(LitAutoencoder):
-    """Two encoders and two decoders: means, and logarithms of variances."""
+    """A VAE with separate encoders and decoders for means and for logarithms of variances."""
 
     def __init__(self, settings: Settings, conv: bool = False) -> None:
         super().__init__(settings, conv)
@@ -124,7 +124,7 @@ class LitVAE(LitAutoencoder):
         return self.encoder(x), self.encoder_log_variance(x).clamp(-16, 4)
 
     def decode(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """A pixel that is always black would have no variance, so the standard deviation is at least 0.05."""
+        """Bound the standard deviation below by 0.05, because a pixel that is always black would have no variance."""
         return self.decoder(z), F.softplus(self.decoder_log_variance(z) + 6) - 6
 
     def loss(self, x: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class LitVAE(LitAutoencoder):
 
 
 def fit(module: L.LightningModule, data: Data, settings: Settings, folder: Path, *callbacks: L.Callback) -> Any:
-    """Train until the validation loss has not fallen for `PATIENCE` epochs, or for `settings.epochs`."""
+    """Train for `settings.epochs`, or until the validation loss has not fallen for `PATIENCE` epochs."""
     trainer = L.Trainer(
         max_epochs=settings.epochs,
         callbacks=[EarlyStopping("val_loss", patience=PATIENCE), *callbacks],
@@ -153,7 +153,7 @@ def fit(module: L.LightningModule, data: Data, settings: Settings, folder: Path,
 
 
 def trained(run: Run, name: str, make: Callable[[], Any], data: Data, seed: int) -> Any:
-    """A trained module, or one with the weights that an earlier run saved."""
+    """Train the module, or load the weights that an earlier run saved."""
 
     def weights() -> dict[str, Tensor]:
         seed_everything(seed)
@@ -189,10 +189,10 @@ def online(run: Run, name: str, data: Data, settings: Settings, conv: bool = Fal
 
 
 def memory(n: int, settings: Settings) -> dict[str, float]:
-    """The paper's memory, for fewer images. It forgets a fraction α at every step: it lasts for some epochs, and is as
-    sharp as the Hessian of N/α images. With n = N/s images an epoch is shorter by s, so the same number of epochs has
-    the factor sα. The Hessian is then that of n/(sα) images, which the scale s² corrects. The precision starts at the
-    number of images, as in the authors' code. With the paper's factor, a short training run would never forget that
+    """The paper's memory, adapted to fewer images. It forgets a fraction α at every step, so it spans some epochs and
+    has the Hessian of N/α images. With n = N/s images, an epoch is s times shorter, and the factor sα spans the same
+    number of epochs. The Hessian is then that of n/(sα) images; the scale s² corrects for this. The precision starts at
+    the number of images, as in the authors' code. With the paper's factor, a short training run would never forget that
     start, and nearly every weight would have the same variance."""
     s = PAPER.n_train / n
     scale = s if settings.average else s**2
@@ -224,15 +224,16 @@ class Method:
     stochastic = True
 
     def draw(self, x: Tensor, n: int, seed: int) -> Reconstruction:
-        """`n` networks at a batch, with samples; if networks are drawn, the same seed draws the same ones."""
+        """The outputs of `n` networks on a batch, with samples. If networks are drawn, the same seed draws the same
+        ones."""
         raise NotImplementedError
 
     def decoder_variance(self, z: Tensor, n: int, seed: int) -> Tensor:
-        """Variance of the reconstruction of latent points.  # [B, 1, H, W]"""
+        """The variance of the reconstructions of latent points.  # [B, 1, H, W]"""
         raise NotImplementedError
 
     def moments(self, x: Tensor, n: int, seed: int) -> Reconstruction:
-        """Moments for any number of images, without samples."""
+        """The moments for any number of images, without samples."""
         parts = [replace(self.draw(part, n, seed), samples=None, latent_samples=None) for part in x.split(BATCH)]
         names = ("mean", "variance", "latent_mean", "latent_variance")
         return Reconstruction(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
@@ -240,7 +241,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Several(Method):
-    """One network, with or without dropout, or the members of an ensemble in turn."""
+    """One network, with or without dropout, or all members of an ensemble."""
 
     modules: Sequence[LitAutoencoder]
     dropout: bool = False
@@ -263,7 +264,8 @@ class Several(Method):
 
 @dataclass(frozen=True)
 class Variational(Method):
-    """Latent points are drawn; a pixel's variance is the decoder's variance plus that of its mean over the draws."""
+    """A VAE: latent points are drawn, and a pixel's variance is the decoder's mean variance plus the variance of its
+    means."""
 
     module: LitVAE
 
@@ -299,7 +301,7 @@ def _with_moments(z: Tensor, f: Tensor) -> Reconstruction:
 
 
 def train_all(run: Run, data: Data, conv: bool = False) -> dict[str, Method]:
-    """All methods of the paper's comparisons; the autoencoder is the ensemble's first member."""
+    """Train all methods of the paper's comparisons; the autoencoder is the ensemble's first member."""
     settings = run.settings
     members = [
         trained(run, f"autoencoder {i}", lambda: LitAutoencoder(settings, conv), data, seed)

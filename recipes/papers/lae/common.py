@@ -26,10 +26,10 @@ class Settings:
     batch: int = 64
     lr: float = 1e-3
     samples: int = 50  # networks drawn at test
-    pixels: int = 28  # a side of the image; fewer by averaging
-    width: int = 512  # of the linear net's first layer; convolutions have an eighth as many channels
+    pixels: int = 28  # the side of an image; images are averaged to fewer pixels
+    width: int = 512  # the linear net's first layer; convolutions have an eighth as many channels
     hessian: str = "approx"
-    memory_factor: float = 1e-3  # of the authors' configurations, for 55,000 images; `memory` scales it
+    memory_factor: float = 1e-3  # the authors' value for 55,000 images; `memory` scales it
     average: bool = False
 
 
@@ -51,7 +51,7 @@ class Data:
 
 
 def read_data(name: str, folder: Path, settings: Settings) -> Data:
-    """The training set is split into training and validation images; the test images are the test set's."""
+    """Split the training set into training and validation images; the test images are those of the test set."""
     images = read_images(name, folder, settings.n_train + settings.n_valid, settings.n_test, seed=SPLIT)
     low, high = (float(f(images.train.tensors[0])) for f in (Tensor.min, Tensor.max))
 
@@ -74,7 +74,7 @@ def _shrunk(x: Tensor, pixels: int) -> Tensor:
 
 
 def describe(what: str, settings: Any) -> str:
-    """One sentence for the head of a report; `settings` may come from a saved run."""
+    """Describe the run in one phrase for the head of a report; `settings` may come from a saved run."""
     return (
         f"{what}; {settings['n_train']:,} training and {settings['n_valid']:,} validation images, at most "
         f"{settings['epochs']} epochs, {settings['hessian']} Hessian, {settings['samples']} sampled networks at test"

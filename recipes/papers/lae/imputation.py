@@ -46,14 +46,14 @@ PAPER_TABLE: dict[str, tuple[float | None, ...]] = {  # table 3
     "LAE (post-hoc)": (101.62, -107.25, 0.51, 0.16, 0.27, 0.18),
     "LAE (online)": (99.59, -106.29, 0.53, 0.12, 0.16, 0.13),
 }
-STORED_WHOLE = {"VAE": 0.58, "LAE (online)": 0.82}  # of the runs that their repository stores
+STORED_WHOLE = {"VAE": 0.58, "LAE (online)": 0.82}  # accuracies of the runs that their repository stores
 SHOWN = ("VAE", "LAE (post-hoc)", "LAE (online)")
-ALIKE = 0.03  # of two calibration errors
-SHARP = 1.5  # times the grey of real digits
+ALIKE = 0.03  # difference of two similar calibration errors
+SHARP = 1.5  # greyness relative to real digits
 
 
 class Classifier(L.LightningModule):
-    """Of whole digits."""
+    """A classifier of whole digits."""
 
     def __init__(self, pixels: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def hide(x: Tensor, seed: int, everything: bool = False) -> tuple[Tensor, Tensor
 
 
 def impute(method: Method, x: Tensor, observed: Tensor, seed: int) -> Tensor:
-    """Up to five reconstructions, each an average of five.  # [5, B, 1, H, W]"""
+    """Return up to five reconstructions, each averaged over five networks.  # [5, B, 1, H, W]"""
     first = method.draw(x, STAGE, seed).samples
     assert first is not None
     filled = torch.where(observed, x, first).flatten(0, 1)  # [5 B, 1, H, W]
@@ -107,14 +107,14 @@ def impute(method: Method, x: Tensor, observed: Tensor, seed: int) -> Tensor:
 
 
 def generate(method: Method, pixels: int, seed: int, n: int = BATCH) -> Tensor:
-    """From noise alone.  # [5, n, 1, H, W]"""
+    """Generate images from noise alone.  # [5, n, 1, H, W]"""
     noise, nothing = hide(torch.zeros(n, 1, pixels, pixels), seed + 1, everything=True)
     return impute(method, noise, nothing, seed + 2)
 
 
 @torch.no_grad()
 def read(classifier: Classifier, images: Tensor, y: Tensor) -> Row:
-    """A classifier's predictions for several imputations `[S, B, 1, H, W]`."""
+    """Score a classifier's predictions for several imputations `[S, B, 1, H, W]`."""
     probs_of_each = classifier(images.flatten(0, 1)).softmax(1).unflatten(0, images.shape[:2])  # [S, B, 10]
     probs = probs_of_each.mean(0)
     row: Row = {"accuracy": float((probs.argmax(1) == y).float().mean())}
@@ -178,13 +178,14 @@ def variety(classifier: Classifier, images: Tensor) -> float:
 
 
 def grey(images: Tensor) -> float:
-    """The share of ink that is neither white nor black: large if an image is blurred."""
+    """The share of ink that is neither white nor black; it is large if an image is blurred."""
     ink = images > 0.25
     return float((ink & (images < 0.75)).sum() / ink.sum())
 
 
 def claims(rows: dict[str, Row], drawn: dict[str, Row]) -> list[Claim]:
-    """Of section 5 and table 3. `drawn` has the variety and the grey of what each method generates, and of digits."""
+    """The claims of section 5 and table 3. `drawn` has the variety and the greyness of generated images and of
+    digits."""
     lae, ensemble, alone, after = (rows[k] for k in ("LAE (online)", "AE ensemble", "classifier", "LAE (post-hoc)"))
     ece = {name: row["ECE"] for name, row in rows.items() if name in PAPER_TABLE and name != "AE ensemble"}
     several = {name: rows[name]["digits"] for name in METHODS if name != "AE ensemble"}
@@ -223,7 +224,7 @@ def claims(rows: dict[str, Row], drawn: dict[str, Row]) -> list[Claim]:
 
 
 def figure_11(methods: dict[str, Method], data: Data, seed: int) -> Figure:
-    """For each method: digits, what is seen of them, five imputations, and two rows from noise alone."""
+    """Plot for each method: digits, their visible part, five imputations, and two rows from noise alone."""
     x, y = data.test.tensors
     chosen = x[[int((y == d).nonzero()[0]) if (y == d).any() else 0 for d in (3, 5, 7, 9)]]
     hidden, observed = hide(chosen, seed)
@@ -231,7 +232,7 @@ def figure_11(methods: dict[str, Method], data: Data, seed: int) -> Figure:
     figure = Figure(figsize=(4.6 * len(SHOWN), 4.6), layout="constrained", dpi=52)
     for panel, name in zip(figure.subfigures(1, len(SHOWN), wspace=0.06), SHOWN, strict=True):
         imputed = impute(methods[name], hidden, observed, seed)  # [5, 4, ...]
-        rows_of_noise = zip(noise.split(1), nothing.split(1), (2, 4), strict=True)  # each with its own networks
+        rows_of_noise = zip(noise.split(1), nothing.split(1), (2, 4), strict=True)  # new networks per image
         generated = torch.cat([impute(methods[name], x, o, seed + i) for x, o, i in rows_of_noise], 1)
         seen = torch.where(observed, chosen, 0.5)
         rows = [[a, b, *images] for a, b, images in zip(chosen, seen, imputed.transpose(0, 1), strict=True)]
@@ -271,19 +272,20 @@ def report(folder: Path) -> str:
     online, pixels = rows["LAE (online)"], settings["pixels"]
     return "\n\n".join(
         [
-            f"MNIST, of which the lower half is seen, table 3 on {settings['n_test']:,} test images: "
+            f"MNIST with the lower half visible, table 3 on {settings['n_test']:,} test images: "
             f"{describe(linear_net(settings), settings)}.",
             markdown(["", *COLUMNS], lines, 3),
             "MSE is that of the mean of the five images; log p(x) is −‖x − image‖² averaged over the five, as in the "
-            'paper: without ½ and constant. "digits": how many different ones the classifier sees in the five. '
-            '"whole": accuracy where nothing is hidden; the authors\' is of the runs that their repository stores. Our '
-            "classifier is an MLP, theirs a CNN whose dropout stays on.",
-            "The errors in the paper are from the image with noise in its upper half, not from the digit:",
+            'paper: without ½ and constant. "digits" is the number of different digits that the classifier finds in '
+            'the five. "whole" is the accuracy on whole digits; the authors\' is that of the runs in their repository. '
+            "Our classifier is an MLP, theirs a CNN whose dropout stays on.",
+            "The paper measures errors from the image with noise in its upper half, not from the digit:",
             markdown(["", *ERRORS, "MSE (paper)", "log p(x) (paper)"], scale, 1),
-            f"So the online LAE's {online['MSE']:.1f} is {online['MSE as in the paper']:.1f} as the paper counts "
-            f"({PAPER_TABLE['LAE (online)'][0]} there; {online['seen half']:.1f} in the seen half, and instead of "
-            f"{online['hidden half']:.1f} from the digit {online['from the noise']:.1f} from the noise, "
-            f"{online['from the noise'] / (pixels * (pixels // 2)):.3f} per pixel).",
+            f"Measured as in the paper, the online LAE's {online['MSE']:.1f} is {online['MSE as in the paper']:.1f} "
+            f"(the paper has {PAPER_TABLE['LAE (online)'][0]}): {online['seen half']:.1f} in the visible half, and in "
+            f"the hidden half {online['from the noise']:.1f} from the noise, "
+            f"{online['from the noise'] / (pixels * (pixels // 2)):.3f} per pixel, instead of "
+            f"{online['hidden half']:.1f} from the digit.",
             verdict(claims(rows, drawn)),
             "Picture: figure_11.png.",
         ]

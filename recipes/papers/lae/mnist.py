@@ -44,16 +44,16 @@ from recipes.program import Row, Run, markdown, read_rows, start
 DEFAULT = Settings(n_train=3000, epochs=10, pixels=14, width=256, hessian="exact and approx")
 TINY, PAPERS = (replace(settings, hessian=DEFAULT.hessian) for settings in (FAST, PAPER))
 STORED_RUN = 28.4  # squared error per image of the online LAE with the exact diagonal, in the authors' repository
-ALIKE = 0.1  # relative difference of two errors
+ALIKE = 0.1  # relative difference of two similar errors
 NOTE = """\
 "latent σ" is relative to the spread of the latent points; "far / near" is the decoder's σ on the edge of figure 1's
 map over that at the latent points. log p(x) is −‖x − f(x)‖² averaged over sampled networks, as in the paper: without ½
-and without a constant. "authors" is the one run that their repository stores, 28 × 28 pixels, scored on the images that
-stopped it; the numbers of table 2 are not in the paper's text."""
+and without a constant. "authors" is the one run in their repository, with 28 × 28 pixels, scored on the images used for
+early stopping; the numbers of table 2 are not in the paper's text."""
 
 
 def train(run: Run, data: Data) -> dict[str, Method]:
-    """Every row of the table, and the VAE of figure 1."""
+    """Train the methods of every row of the table, and the VAE of figure 1."""
     settings = run.settings
     module = trained(run, "autoencoder", lambda: LitAutoencoder(settings), data, run.seed)
     methods: dict[str, Method] = {"AE": Several([module])}
@@ -75,7 +75,7 @@ def hessians(words: str) -> list[str]:
 
 
 def kfac(run: Run, module: LitAutoencoder, data: Data) -> LaplacePosterior:
-    """With labels drawn from the model: the GGN's factors would take a backward pass for every pixel."""
+    """Fit with labels drawn from the model, because the GGN's factors would take a backward pass for every pixel."""
 
     def state() -> dict[str, Any]:
         x, _ = data.train.tensors
@@ -94,17 +94,17 @@ def judge(name: str, method: Method, data: Data, samples: int, seed: int) -> lis
     assert moments.latent_mean is not None
     assert moments.latent_variance is not None
     mse = (x - moments.mean).square().flatten(1).sum(1).mean()
-    # On average over the samples, the error of a sampled network is that of the mean plus the variance.
+    # Averaged over samples, the error of a sampled network is the error of the mean plus the variance.
     spread = 0.0 if isinstance(method, Variational) else moments.variance.flatten(1).sum(1).mean()
     latent = moments.latent_variance.mean().sqrt() / moments.latent_mean.std(0).mean()
     row = {"method": name, "MSE": float(mse), "log p(x)": -float(mse + spread), "latent σ": float(latent)}
-    if isinstance(method, Several):  # which has one network
+    if isinstance(method, Several):  # with a single network
         return [row | {"latent σ": None, "far / near": None}]
     return [row | {"far / near": growth(method, moments.latent_mean[:BATCH], samples, seed)}]
 
 
 def growth(method: Method, z: torch.Tensor, samples: int, seed: int) -> float:
-    """The ratio of the decoder's σ, averaged over pixels, on a square around the latent points to that at them."""
+    """The decoder's mean σ on a square around the latent points, divided by its mean σ at the points themselves."""
     centre, side = square_around(z)
     edge = torch.cartesian_prod(side, side)
     edge = edge[edge.abs().amax(1) == side[-1]] + centre
@@ -113,7 +113,7 @@ def growth(method: Method, z: torch.Tensor, samples: int, seed: int) -> float:
 
 
 def claims(rows: dict[str, Row], names: list[str]) -> list[Claim]:
-    """Of section 5 on table 2, and of figure 1."""
+    """The claims of section 5 on table 2 and of figure 1."""
     statements = []
     if len(names) == 2:
         for kind in ("post-hoc", "online"):

@@ -85,10 +85,10 @@ PAIRS = {
 }
 COLUMNS = ("error", *SCORES, "FPR95")
 STORED_RUNS: dict[str, tuple[Any, ...]] = {  # AUROC of the four scores, MNIST against KMNIST
-    "VAE": (None, None, 0.57, 0.92),  # their likelihood of a VAE, 0.74 and 0.61, has its variances and its KL
+    "VAE": (None, None, 0.57, 0.92),  # the paper's VAE likelihoods, 0.74 and 0.61, include variances and KL
     "LAE (online)": (0.991, 0.988, 0.999, 0.999),
 }
-TOLD_APART, AS_STORED = 0.75, 0.02  # an AUROC that is called so; a difference from a stored one
+TOLD_APART, AS_STORED = 0.75, 0.02  # smallest AUROC that separates two sets; largest difference from a stored one
 
 
 def judge(scores: Scores) -> Row:
@@ -99,12 +99,12 @@ def judge(scores: Scores) -> Row:
 
 
 def darkness(inside: Tensor, outside: Tensor) -> float:
-    """AUROC without any network."""
+    """The AUROC of an image's darkness, which needs no network."""
     return auroc(*(-x.flatten(1).mean(1) for x in (inside, outside)))
 
 
 def claims(rows: dict[str, dict[str, Any]], pair: Pair) -> list[Claim]:
-    """Of section 5 on figures 9 and 10, and of the run that the authors' repository stores."""
+    """The claims of section 5 on figures 9 and 10, and on the run that the authors' repository stores."""
     lae = rows["LAE (online)"]
     statements = []
     for score in SCORES[:2]:

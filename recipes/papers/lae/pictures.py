@@ -31,7 +31,7 @@ GRID, POINTS, BARS = 50, 600, 150
 
 
 def figure_1(methods: dict[str, Method], data: Data, samples: int, seed: int) -> Figure:
-    """Latent points over the decoder's uncertainty, and one image with the mean and the standard deviation of its
+    """Plot latent points over the decoder's uncertainty, and one image with the mean and standard deviation of its
     reconstruction."""
     figure = Figure(figsize=(4.9 * len(methods), 4.3), layout="constrained", dpi=110)
     panels = figure.subfigures(1, len(methods))
@@ -54,7 +54,7 @@ def figure_1(methods: dict[str, Method], data: Data, samples: int, seed: int) ->
 
 
 def figure_8(methods: dict[str, Method], data: Data, samples: int, seed: int) -> Figure:
-    """The latent space with its uncertainty, and three images, for every Hessian."""
+    """Plot the latent space with its uncertainty, and three images, for every Hessian."""
     x, y = (t[:POINTS] for t in data.test.tensors)
     chosen = [int((y == digit).nonzero()[0]) for digit in (0, 4, 7) if (y == digit).any()]
     columns = 1 + 2 * len(chosen)
@@ -66,7 +66,7 @@ def figure_8(methods: dict[str, Method], data: Data, samples: int, seed: int) ->
         assert moments.latent_variance is not None
         assert moments.mean is not None
         assert moments.variance is not None
-        some = slice(BARS)  # more would cover each other
+        some = slice(BARS)  # more points would cover each other
         _points(row[0], moments.latent_mean[some], y[some], 5, moments.latent_variance[some].sqrt())
         row[0].set(xticks=[], yticks=[], ylabel=name)
         for place, index in enumerate(chosen):
@@ -77,15 +77,15 @@ def figure_8(methods: dict[str, Method], data: Data, samples: int, seed: int) ->
 
 
 def square_around(z: Tensor) -> tuple[Tensor, Tensor]:
-    """The centre of latent points `[N, 2]`, and the offsets of a grid around it that extends half as far again as
-    they do."""
+    """The centre of latent points `[N, 2]`, and the offsets of a grid around it that is one and a half times as
+    wide."""
     low, high = z.min(0).values, z.max(0).values
     reach = 0.75 * float((high - low).max())
     return (low + high) / 2, torch.linspace(-reach, reach, GRID)
 
 
 def _heat_map(figure: Any, ax: Any, method: Method, z: Tensor, samples: int, seed: int) -> None:
-    """The decoder's standard deviation, averaged over pixels, on a square around the latent points."""
+    """Plot the decoder's standard deviation, averaged over pixels, on a square around the latent points."""
     centre, side = square_around(z)
     points = torch.cartesian_prod(side, side) + centre  # [GRID², 2]
     variance = method.decoder_variance(points, samples, seed)

@@ -13,7 +13,7 @@ Scores = dict[str, tuple[Tensor, Tensor]]
 
 
 def scores_of(method: Method, train: Tensor, inside: Tensor, outside: Tensor, samples: int, seed: int) -> Scores:
-    """Each score inside and outside of the distribution; an autoencoder without samples has two of the four."""
+    """Each score inside and outside the distribution; an autoencoder without samples has only two of the four."""
     some = train[: len(inside)]
     typical = measure(method, some, samples, seed)["error"].mean()
     both = [measure(method, x, samples, seed) for x in (inside, outside)]
@@ -25,7 +25,7 @@ def scores_of(method: Method, train: Tensor, inside: Tensor, outside: Tensor, sa
 
 
 def measure(method: Method, x: Tensor, samples: int, seed: int) -> dict[str, Tensor]:
-    """Squared error and standard deviations of every image.  # each [N]"""
+    """The squared error and standard deviations of every image.  # each [N]"""
     measured: dict[str, list[Tensor]] = {"error": [], "latent σ": [], "output σ": []}
     for part in x.split(BATCH):
         drawn = method.draw(part, samples, seed)
@@ -52,7 +52,7 @@ def joined(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def roc(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """False and true positive rates over all thresholds; outside is positive."""
+    """False and true positive rates over all thresholds; images from outside are positive."""
     thresholds = torch.cat([inside, outside]).unique().flip(0)
     rates = [1 - torch.searchsorted(part.sort().values, thresholds) / len(part) for part in (inside, outside)]
     return tuple(torch.cat([torch.zeros(1), rate]) for rate in rates)  # type: ignore[return-value]

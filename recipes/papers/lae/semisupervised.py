@@ -31,15 +31,15 @@ from recipes.program import Row, markdown, read_rows, start
 
 DEFAULT = Settings(n_train=4000, n_valid=2000, n_test=100, samples=100, epochs=10)
 TINY = replace(FAST, n_valid=300)
-PAPERS = replace(PAPER, n_test=100)  # which are not used
-LABELS = (1, 2, 5, 10, 20, 50, 100)  # per class
-NEIGHBOURS = (1, 3, 5, 10, 25, 50, 100, 250, 500, 1000)  # copies: a hundred of them may be one image
+PAPERS = replace(PAPER, n_test=100)  # test images are not used
+LABELS = (1, 2, 5, 10, 20, 50, 100)  # labels per class
+NEIGHBOURS = (1, 3, 5, 10, 25, 50, 100, 250, 500, 1000)  # numbers of copies, a hundred of which may be one image
 REPEATS = 5
-ALIKE = 0.02  # of two accuracies
+ALIKE = 0.02  # difference of two similar accuracies
 
 
 def embed(method: Method, x: Tensor, samples: int, seed: int) -> Tensor:
-    """All images, encoded by every sampled encoder.  # [S, N, 2]"""
+    """Encode all images with every sampled encoder.  # [S, N, 2]"""
     n = samples if method.stochastic else 1
     parts = []
     for part in x.split(max(1, 20_000 // n)):
@@ -50,7 +50,7 @@ def embed(method: Method, x: Tensor, samples: int, seed: int) -> Tensor:
 
 
 def accuracy(z: Tensor, y: Tensor, per_class: int, generator: torch.Generator) -> float:
-    """The accuracy with one draw of labelled images, on all others.  # z [S, N, 2]"""
+    """The accuracy on all other images, for one draw of labelled images.  # z [S, N, 2]"""
     order = torch.randperm(len(y), generator=generator)
     labelled = torch.cat([order[y[order] == c][:per_class] for c in y.unique()])
     rest = torch.ones(len(y), dtype=torch.bool)
@@ -63,7 +63,7 @@ def choose_neighbours(z: Tensor, y: Tensor, labelled: Tensor, per_class: int) ->
     """The K with the most hits in two-fold cross-validation; ties go to the smallest."""
     if per_class == 1:
         return 1
-    first = torch.arange(len(labelled)) % per_class < per_class // 2  # half of every class
+    first = torch.arange(len(labelled)) % per_class < per_class // 2  # half of each class
     one, other = labelled[first], labelled[~first]
     forth, back = hits(z, y, one, other, NEIGHBOURS), hits(z, y, other, one, NEIGHBOURS)
     shares = {K: len(other) * forth[K] + len(one) * back[K] for K in forth if K in back}
@@ -85,7 +85,8 @@ def hits(z: Tensor, y: Tensor, known: Tensor, asked: Tensor, neighbours: tuple[i
 
 
 def claims(results: dict[str, Tensor], labels: list[int]) -> list[Claim]:
-    """Of section 5 on figure 12. That the AE is better in the end is beyond a hundred labels."""
+    """The claims of section 5 on figure 12, except that the AE wins in the end, which takes more than a hundred
+    labels."""
     lae, ae = (results[name].mean(1) for name in ("LAE (online)", "AE"))  # [labels]
     others = {name: r.mean(1) for name, r in results.items() if not name.startswith("LAE")}
     statements = []

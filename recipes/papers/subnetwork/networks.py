@@ -14,7 +14,7 @@ RATES = {"cnn": 0.05, "resnet18": 0.1}
 
 
 class LitNet(L.LightningModule):
-    """An ordinary LightningModule; `constant` is the learning rate of the epochs that SWAG uses."""
+    """An ordinary LightningModule; `constant` is the learning rate of the epochs for SWAG."""
 
     def __init__(self, network: str, classes: int, epochs: int, x: Tensor, constant: float | None = None) -> None:
         super().__init__()

@@ -3,8 +3,9 @@
 The paper trains a ResNet-18 (11 million weights) on all of MNIST and puts a full covariance on 42,438 of them (0.38 %).
 Here a convolutional network of 56,970 weights trains on 5,000 images, and the subnetwork has 1,500 of them (2.6 %). The
 protocol is otherwise the paper's: SGD with a constant learning rate continues from one trained network and gives the
-snapshots of SWAG, whose variances choose the subnetwork; the posterior is the full GGN over it; the linearised network
-predicts with the probit link. Priors are tuned on validation images; the authors used test images. No temperatures.
+snapshots of SWAG, whose variances choose the subnetwork; the posterior uses the full GGN of the subnetwork; the
+linearised network predicts with the probit link. Priors are tuned on validation images; the authors used test images.
+No temperatures.
 
 | method | what it is |
 |---|---|
@@ -58,11 +59,11 @@ class Settings:
     n_validation: int = 1000
     n_test: int = 2000
     epochs: int = 20
-    swag_epochs: int = 10  # of SGD at a constant learning rate, with four snapshots each
-    weights: int = 1500  # of the subnetwork
-    members: int = 3  # of the ensemble
+    swag_epochs: int = 10  # epochs of SGD at a constant learning rate, with four snapshots each
+    weights: int = 1500  # weights of the subnetwork
+    members: int = 3  # members of the ensemble
     samples: int = 50
-    angle: int = 30  # between two rotations, up to 180°
+    angle: int = 30  # step between rotations, up to 180°
     seeds: int = 3
 
 
@@ -109,7 +110,7 @@ class Trained:
         return module.state_dict()
 
     def _train_further(self, seed: int) -> dict[str, Any]:
-        """Snapshots of further training at a constant learning rate, four per epoch."""
+        """Continue training at a constant learning rate and take four snapshots per epoch."""
         module = self.module(seed)
         L.seed_everything(seed, verbose=False)
         further = copy.deepcopy(module).train()
@@ -151,7 +152,7 @@ def subnetwork(trained: Trained, seed: int, by: str) -> Method:
 
 
 def dropout(trained: Trained, seed: int) -> Method:
-    """The mean over random networks."""
+    """Average the probabilities of random networks."""
     network = trained.module(seed).net
     for layer in network.modules():
         if isinstance(layer, nn.Dropout):

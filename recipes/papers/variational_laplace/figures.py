@@ -29,7 +29,7 @@ def save_pictures(folder: Path) -> None:
 
 
 def figure_1(results: Results) -> Figure:
-    """Accuracy, log-likelihood and calibration error over β: mean and standard error over seeds."""
+    """Plot accuracy, log-likelihood and calibration error over β: the mean and standard error over seeds."""
     figure = Figure(figsize=(10, 2.8 * len(results.datasets)), layout="constrained", dpi=90)
     for axes, dataset in zip(figure.subplots(len(results.datasets), 3, squeeze=False), results.datasets, strict=True):
         for ax, (score, label) in zip(axes, LABELS.items(), strict=True):
@@ -43,7 +43,7 @@ def figure_1(results: Results) -> Figure:
 
 
 def figure_2(results: Results) -> Figure:
-    """The ELBO over epochs for several multipliers of log σ's learning rate, and where each ends."""
+    """Plot the ELBO over epochs for several multipliers of log σ's learning rate, and its final values."""
     betas = results.settings["multiplier_betas"]
     panels = [(dataset, β) for dataset in results.datasets for β in betas]
     figure = Figure(figsize=(15, 2.8 * len(panels)), layout="constrained", dpi=90)
@@ -66,9 +66,9 @@ def figure_2(results: Results) -> Figure:
 
 
 def _elbo_curves(ax: Axes, results: Results, dataset: str, method: str, β: float) -> None:
-    """Means over seeds, within the smallest and the largest."""
+    """Plot means over seeds, with the range from the smallest to the largest."""
     for place, m in enumerate(results.multipliers):
-        shade = str(0.75 * (1 - place / max(1, len(results.multipliers) - 1)))  # darker: larger
+        shade = str(0.75 * (1 - place / max(1, len(results.multipliers) - 1)))  # darker for a larger multiplier
         by_epoch = list(zip(*results.curves(dataset, method, β, m), strict=True))
         epochs = range(1, len(by_epoch) + 1)
         ax.plot(epochs, [mean(values) for values in by_epoch], color=shade, label=f"× {m:g}")

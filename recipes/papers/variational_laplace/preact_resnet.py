@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-STAGES = (1, 2, 4, 8)  # the widths, in units of the first; each stage but the first halves the image
+STAGES = (1, 2, 4, 8)  # widths relative to the first stage; each stage except the first halves the image
 NORMS = "*norm*"  # a name pattern of the batch-norm layers
 
 
 class PreActBlock(nn.Module):
-    """Norm and activation come before each convolution; only the sum is between two blocks."""
+    """A block in which norm and activation come before each convolution; nothing follows the sum."""
 
     def __init__(self, width_in: int, width: int, stride: int, activation: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -39,10 +39,10 @@ class PreActResNet(nn.Sequential):
     Args:
         channels: 1 for grey images, 3 for colours.
         classes: the number of logits.
-        width: of the first stage; 64 is PreActResNet-18 with its 11.2 M weights, 8 is for a CPU.
-        stride: of the first convolution; 2 takes a quarter of the time.
-        blocks: per stage.
-        activation: any with a continuous derivative.
+        width: the width of the first stage; 64 gives PreActResNet-18 with 11.2 M weights, 8 suits a CPU.
+        stride: the stride of the first convolution; 2 takes a quarter of the time.
+        blocks: the number of blocks per stage.
+        activation: a module class with a continuous derivative.
     """
 
     def __init__(

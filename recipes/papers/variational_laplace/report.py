@@ -38,7 +38,7 @@ PAPER: dict[str, dict[str, tuple[float, float, float]]] = {  # test NLL, accurac
         "MAP": (0.29, 0.936, 0.096),
     },
 }
-PAPER_SECONDS = {"VL": 114.9, "VI": 43.2, "MAP": 41.8}  # per epoch of CIFAR-10 on their GPUs, table 2
+PAPER_SECONDS = {"VL": 114.9, "VI": 43.2, "MAP": 41.8}  # seconds per epoch of CIFAR-10 on the paper's GPUs, table 2
 
 
 def report(folder: Path) -> str:
@@ -53,7 +53,7 @@ def report(folder: Path) -> str:
             parts.append(f"Unfinished: {seeds} of {results.settings['seeds']} seeds.")
         parts += [
             "Table 1: test images, at the β of the best mean validation NLL (*: the first or last β of the sweep). "
-            "Beside each number the paper's.",
+            "The paper's number is beside each of ours.",
             table_1(results, dataset),
             "The same as the paper reports it, the best of each number over β on the test images:",
             table_of_best(results, dataset),
@@ -147,7 +147,7 @@ def table_of_multipliers(results: Results, dataset: str) -> str:
 
 
 def table_2(results: Results) -> str:
-    """The time, also relative to MAP's."""
+    """A table of the time per epoch, also relative to MAP's."""
     seconds = {m: median(row["seconds"] for row in results.epoch_rows if row["method"] == m) for m in PAPER_SECONDS}
     rows = [
         [m, f"{value:.2f}", f"{value / seconds['MAP']:.2f}", f"{p:.1f}", f"{p / PAPER_SECONDS['MAP']:.2f}"]
@@ -186,7 +186,7 @@ def best(results: Results, dataset: str, method: str, score: str) -> Claim:
 
 
 def order(results: Results, dataset: str, score: str) -> Claim:
-    """Every pair of methods with different numbers in the paper."""
+    """Compare every pair of methods that have different numbers in the paper."""
     place, sign = list(SCORES).index(score), _sign(score)
     papers = {m: sign * PAPER[dataset][m][place] for m in METHODS}
     values = {m: [sign * value for value in results.chosen(dataset, m, score)] for m in METHODS}
@@ -211,7 +211,7 @@ def at_many_betas(results: Results, dataset: str, score: str) -> Claim:
 
 
 def early_stopping(results: Results, dataset: str, β: float) -> list[Claim]:
-    """Section 5.1."""
+    """The statements of section 5.1."""
     slow, fast = results.multipliers[0], results.settings["multiplier"]
     largest = results.multipliers[-1]
     elbo = {method: {m: results.curves(dataset, method, β, m) for m in results.multipliers} for method in ("VI", "VL")}
@@ -252,7 +252,7 @@ def early_stopping(results: Results, dataset: str, β: float) -> list[Claim]:
 
 
 def gained(gains: list[float]) -> str:
-    """A difference of two training runs with the same seed: mean, spread, and whether it exceeds the noise."""
+    """Differences of two training runs with the same seed: the mean, and whether it exceeds the noise."""
     text = f"{spread(gains)}, in {sum(gain > 0 for gain in gains)} of {len(gains)} seeds"
     if len(gains) > 1 and abs(mean(gains)) < 2 * standard_error(gains):
         text += ", less than two standard errors"
@@ -260,7 +260,7 @@ def gained(gains: list[float]) -> str:
 
 
 def _sign(score: str) -> int:
-    """1 where larger is better."""
+    """1 if larger is better, otherwise −1."""
     return 1 if score == "acc" else -1
 
 

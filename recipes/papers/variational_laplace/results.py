@@ -16,7 +16,7 @@ SCORES = {"nll": "NLL", "acc": "accuracy", "ece": "ECE"}
 
 @dataclass(frozen=True)
 class Results:
-    """Rows by dataset, method and setting. Lists have one number per seed, in the order of the seeds.
+    """The rows by dataset, method and setting. Lists have one number per seed, in the order of the seeds.
 
     An unfinished run keeps only the seeds of a dataset with all training runs: methods are compared on the same
     seeds.
@@ -68,7 +68,7 @@ class Results:
     def curves(
         self, dataset: str, method: str, beta: float, multiplier: float, what: str = "elbo"
     ) -> list[list[float]]:
-        """Rows of the epochs, by seed; VI counts as one method here."""
+        """Rows of the epochs by seed; VI counts as one method."""
         wanted = {"dataset": dataset, "method": method, "beta": beta, "multiplier": multiplier}
         rows = [row for row in self.epoch_rows if all(row[name] == value for name, value in wanted.items())]
         seeds = sorted({row["seed"] for row in rows})

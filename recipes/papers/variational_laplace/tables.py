@@ -64,9 +64,9 @@ class Settings:
     batch: int = 50
     lr: float = 3e-3
     betas: tuple[float, ...] = (0.1, 0.03, 0.01)
-    multiplier: float = 10.0  # of log σ's learning rate
-    multipliers: tuple[float, ...] = (1.0, 3.0, 10.0, 30.0)  # of figure 2
-    multiplier_betas: tuple[float, ...] = (0.1,)  # its rows
+    multiplier: float = 10.0  # multiplier of log σ's learning rate
+    multipliers: tuple[float, ...] = (1.0, 3.0, 10.0, 30.0)  # multipliers of figure 2
+    multiplier_betas: tuple[float, ...] = (0.1,)  # values of β in figure 2
     seeds: int = 1
 
     @property
@@ -80,13 +80,13 @@ PAPER = Settings(
     width=64,
     blocks=2,
     stride=1,
-    n_train=None,  # all images except those for validation
+    n_train=None,  # all images not used for validation
     n_validation=5000,
     n_test=None,
     epochs=200,
     batch=128,
     lr=1e-4,
-    betas=(1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001),  # the paper does not say which
+    betas=(1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001),  # the paper does not list its values
     multiplier_betas=(1.0, 0.1),
 )
 SCALES = {
@@ -164,7 +164,7 @@ class LitNet(L.LightningModule):
 
 
 class MAP(LitNet):
-    """The log joint, with the same prior as the two methods below."""
+    """MAP maximises the log joint, with the same prior as the two methods below."""
 
     def __init__(self, *args: Any, beta: float, n_data: int) -> None:
         super().__init__(*args)
@@ -183,7 +183,7 @@ class VL(LogSigmaMultiplierMixin, VariationalLaplaceMixin, LitNet):
 
 
 def negative_log_prior(network: nn.Module) -> Tensor:
-    """`Σ w²/2s²` with `s² = 2/fan-in`, of convolutions and the linear layer."""
+    """`Σ w²/2s²` with `s² = 2/fan-in` over convolutions and the linear layer."""
     layers = [layer for layer in network.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
     fan_in = {p: layer.weight[0].numel() for layer in layers for p in layer.parameters()}
     return torch.stack([p.square().sum() * n / 4 for p, n in fan_in.items()]).sum()
@@ -207,7 +207,7 @@ def make(training: Training, images: Images, settings: Settings, n_data: int) ->
 
 
 class Watch(L.Callback):
-    """A row for every epoch."""
+    """Record a row for every epoch."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -241,7 +241,7 @@ def split(images: Images, n_validation: int, seed: int) -> dict[str, TensorDatas
 
 
 def train(training: Training, images: Images, settings: Settings) -> dict[str, list[Row]]:
-    """Train and test any method with the Trainer; return rows of the two CSVs."""
+    """Train and test a method with the Trainer, and return rows of the two CSVs."""
     parts, watch = split(images, settings.n_validation, training.seed), Watch()
     module = make(training, images, settings, len(parts["train"]))
     trainer = L.Trainer(max_epochs=settings.epochs, callbacks=[watch], **QUIET)
@@ -256,14 +256,14 @@ def train(training: Training, images: Images, settings: Settings) -> dict[str, l
 
 
 def rows_of(run: Run, table: str, training: Training, images: Images) -> list[Row]:
-    """The rows of a training run, which runs once for both tables."""
+    """The rows of a training run, which is trained once for both tables."""
     which: Row = {"dataset": training.dataset, "method": training.method, "beta": training.beta}
     which |= {"multiplier": training.multiplier, "seed": training.seed}
     return [which | row for row in run.once(str(training), train, training, images, run.settings)[table]]
 
 
 def plan(settings: Settings, seeds: Iterable[int]) -> list[Training]:
-    """Every training once, seed by seed."""
+    """List every training run once, seed by seed."""
     swept = [(method, β, settings.multiplier) for β in settings.betas for method in ("MAP", "VI", "VL")]
     figure_2 = [
         (method, β, m) for β in settings.multiplier_betas for m in settings.multipliers for method in ("VI", "VL")
@@ -278,7 +278,7 @@ def plan(settings: Settings, seeds: Iterable[int]) -> list[Training]:
 
 def main() -> None:
     run = start(__doc__, "papers/variational_laplace/tables", SCALES)
-    warnings.filterwarnings("ignore", message="log σ can move")  # figure 2 is about just that
+    warnings.filterwarnings("ignore", message="log σ can move")  # this is what figure 2 shows
     settings: Settings = run.settings
     n = None if settings.n_train is None else settings.n_train + settings.n_validation
     images = {name: read_images(name, run.data, n, settings.n_test, run.seed) for name in settings.datasets}
