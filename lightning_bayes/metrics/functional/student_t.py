@@ -17,7 +17,7 @@ from torch import Tensor
 
 NODES = 200  # nodes of the mean over λ: only rounding errors remain
 CHUNK = 2**12  # values at a time
-FAR = 50.0  # where asymptotic series are exact up to rounding
+FAR = 50.0  # above this the asymptotic series are exact up to rounding
 
 
 def student_nll(error: Tensor, variance: Tensor, df: Tensor | None = None) -> Tensor:
@@ -38,7 +38,7 @@ def student_entropy(variance: Tensor, df: Tensor) -> Tensor:
 
 
 def log_gamma_step(x: Tensor) -> Tensor:
-    """`log Γ(x + ½) - log Γ(x)`, without the difference of two large numbers."""
+    """`log Γ(x + ½) - log Γ(x)`, without subtracting two large numbers."""
     far = x.clamp(min=FAR)
     series = far.log() / 2 - 1 / (8 * far) + 1 / (192 * far**3) - 1 / (640 * far**5)
     return torch.where(x > FAR, series, (x + 0.5).lgamma() - x.lgamma())
