@@ -65,5 +65,5 @@ def test_pictures_need_matplotlib_when_the_callback_is_made(monkeypatch: pytest.
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     LaplaceCallback(plots=False)
-    with pytest.raises(ModuleNotFoundError, match="Pictures need matplotlib"):
+    with pytest.raises(ModuleNotFoundError, match="Plots need matplotlib"):
         LaplaceCallback(plots=True)

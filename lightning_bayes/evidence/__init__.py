@@ -1,4 +1,4 @@
-"""Prior and noise chosen by the evidence, and refinement in the linearised network."""
+"""Choose the prior and the noise by the evidence, and refine a posterior in the linearised network."""
 
 from lightning_bayes.evidence import evidence, refinement, tuning  # registers them with the posterior
 

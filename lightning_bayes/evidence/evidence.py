@@ -4,22 +4,22 @@
 
     log p(D) ≈ log p(D | θ*) − ½ (log det(H + Λ) − log det Λ + dᵀΛd).
 
-*At the optimum of the linearised model* (Antorán et al. 2022; tutorial, section 6, recommendation 1). A trained
-network is rarely at a mode of its loss: training stopped early, or a normalisation leaves no mode. The model is
-linearised at the weights `θ̃`, and the evidence is taken at the optimum of the linear model. With the gradient `g` and
-the curvature `H` of the summed negative log-likelihood `L`,
+*At the optimum of the linearised model* (Antorán et al. 2022; tutorial, section 6, recommendation 1). A trained network
+is rarely at a mode of its loss: training stopped early, or normalisation layers leave no mode. The model is linearised
+at the weights `θ̃`, and the evidence is taken at the optimum of the linear model. With the gradient `g` and the
+curvature `H` of the summed negative log-likelihood `L`,
 
     L(θ) ≈ L(θ̃) + gᵀ(θ − θ̃) + ½ (θ − θ̃)ᵀH(θ − θ̃),       θ⋆ = (H + Λ)⁻¹ (Hθ̃ − g),
     log p(D) ≈ −L(θ⋆) − ½ θ⋆ᵀΛθ⋆ − ½ (log det(H + Λ) − log det Λ).
 
 This is exact for a Gaussian likelihood and the full GGN, from any weights `θ̃`. For a softmax, `θ⋆` is one Newton step.
-A Kronecker or diagonal `H` is not the Hessian that belongs to `g`: along the step `θ⋆ − θ̃` the quadratic model may
-promise a loss that no network can reach. The step then ends where the model's loss reaches its lower bound.
+A Kronecker or diagonal `H` is only an approximate Hessian: along the step `θ⋆ − θ̃` the quadratic model may predict a
+loss that no network can reach. The step then ends where the model's loss reaches its lower bound.
 
 In the eigenbasis of `H` these are sums over eigenvalues, computed once. Each prior and noise then costs a few
-elementwise operations. Float64 makes an optimiser find the same maximum on any number of processes.
+elementwise operations. In float64, an optimiser finds the same maximum on any number of processes.
 
-`PriorGroups`: the layers that share a prior precision.
+`PriorGroups` stores which layers share a prior precision.
 
 The scale of weights before a normalisation is arbitrary, so a prior shared with other weights is meaningless there.
 With a separate precision for each such layer, predictions do not depend on the scale (tutorial, section 6,
@@ -56,14 +56,14 @@ class Evidence:
     """`log p(D)` for one curvature: a pure function, differentiable in the prior and in the noise.
 
     Args:
-        posterior: holds the curvature and the sums over the data.
+        posterior: provides the curvature and the sums over the data.
         at: "weights" or "optimum".
         prior_shape: the shape of the prior precisions to call it with: `[]`, `[layers]` or `[P]`.
     """
 
     def __init__(self, posterior: LaplacePosterior, at: str = "weights", prior_shape: torch.Size | None = None) -> None:
         self._at_optimum = word("at", at, EVIDENCES) == "optimum"
-        vectors = [posterior.prior.distance(posterior.mean)]  # θ, and at the optimum g
+        vectors = [posterior.prior.distance(posterior.mean)]  # θ − m, and at the optimum also g
         if self._at_optimum:
             vectors.append(posterior.loss_gradient())
         self._vectors = torch.stack([in_float64(v) for v in vectors])  # [k, P], or in the eigenbasis
@@ -71,7 +71,7 @@ class Evidence:
         self._posterior = posterior if self._basis is not None else posterior.in_float64()
         if self._basis is not None and self._basis.vectors is not None:
             self._vectors = self._basis.vectors
-        elif self._basis is not None:  # a determinant needs no more
+        elif self._basis is not None:  # a determinant does not need the zeros
             self._basis = self._basis.without_zeros()
 
     def __call__(self, δ: Tensor, ρ: Tensor | None = None) -> Tensor:
@@ -131,7 +131,7 @@ def _at_optimum(solve: Product, H: Product, Λ: Product, θ: Tensor, g: Tensor, 
 
 
 def step_length(slope: Tensor, bend: Tensor, room: Tensor) -> Tensor:
-    """The largest `t` of at most 1 up to which `t·slope + ½t²·bend` stays above `−room`."""
+    """The largest `t ≤ 1` up to which `t·slope + ½t²·bend` stays above `−room`."""
     bend = bend.clamp(min=torch.finfo(bend.dtype).tiny)
     discriminant = slope.square() - 2 * bend * room
     if slope >= 0 or discriminant <= 0:  # uphill, or the parabola's minimum is above −room
@@ -141,7 +141,7 @@ def step_length(slope: Tensor, bend: Tensor, room: Tensor) -> Tensor:
 
 def linear_gaussian_maximum(posterior: LaplacePosterior) -> tuple[float, float]:
     """Prior precision `δ` and noise factor `ρ` at the maximum of the exact evidence of a linear Gaussian model, with a
-    noise of at least the training error `s₀`, without which it vanishes on networks that fit their data poorly.
+    noise of at least the training error `s₀`. Without this bound it vanishes for networks that fit their data poorly.
 
     Let `J` and the residuals be in units of the fitted noise, so that `JᵀJ = H`. With `JJᵀ = U diag(S) Uᵀ`,
     `ỹ = y − f + J(θ̃ − m)`, `b = Uᵀỹ`, `t = δρ²` and `n` outputs, the best noise for each `t` is known, and one search
@@ -149,7 +149,7 @@ def linear_gaussian_maximum(posterior: LaplacePosterior) -> tuple[float, float]:
 
         q(t) = t Σ bᵢ²/(Sᵢ + t),    ρ²(t) = max(q/n, s₀),    t* = argmax −½ (n log ρ² + q/ρ² + Σ log(1 + Sᵢ/t)).
 
-    All of it comes from the spectrum of `H`: `Jᵀỹ = Hd − g` with `d = θ̃ − m` gives `bᵢ² = (Sᵢdᵢ − gᵢ)²/Sᵢ`.
+    Everything follows from the spectrum of `H`: `Jᵀỹ = Hd − g` with `d = θ̃ − m` gives `bᵢ² = (Sᵢdᵢ − gᵢ)²/Sᵢ`.
     """
     d, g = posterior.prior.distance(posterior.mean), posterior.loss_gradient()
     vectors = torch.stack([in_float64(d), in_float64(g)])
@@ -167,7 +167,7 @@ def linear_gaussian_maximum(posterior: LaplacePosterior) -> tuple[float, float]:
     if not len(S):  # the outputs depend on no weight
         return float(posterior.prior_precision.mean()), float((error / n).sqrt())
     b2 = (S * d[kept] - g[kept]).square() / S
-    outside = (total - b2.sum()).clamp(min=0)  # of ỹ, which no weights reach
+    outside = (total - b2.sum()).clamp(min=0)  # the part of ‖ỹ‖² that no weights can reach
     counts = basis.counts.expand_as(basis.values)[kept]
 
     def profile(log_t: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,7 +188,7 @@ def linear_gaussian_maximum(posterior: LaplacePosterior) -> tuple[float, float]:
 
 @dataclass(frozen=True, eq=False)
 class PriorGroups:
-    """`index` holds the group of each layer; None is one group of all layers."""
+    """`index` is the group of each layer; None means one group of all layers."""
 
     index: Tensor | None = None  # [layers]
 
@@ -206,8 +206,8 @@ class PriorGroups:
         normalised = posterior.curvature.normalised
         if normalised is None:
             raise PosteriorError(
-                "groups='normalised' needs the layers before a normalisation, which this posterior does not know: pass "
-                "loader= to find them in its first batch"
+                "groups='normalised' needs the layers before a normalisation, which this posterior has not stored: "
+                "pass loader= to find them in its first batch"
             )
         if not normalised:
             inform("groups='normalised': no layer is directly before a normalisation; all share a prior")

@@ -1,4 +1,4 @@
-"""The linearised network, fitted as a model itself (GLM paper, eq. (10); tutorial, section 6), by passes over the data.
+"""Fit the linearised network to data (GLM paper, eq. (10); tutorial, section 6), by passes over a loader.
 
 With the network's weights `θ̃`, outputs `f` and Jacobians `J`, a prior precision `Λ` and a temperature `T`,
 
@@ -8,7 +8,7 @@ With the network's weights `θ̃`, outputs `f` and Jacobians `J`, a prior precis
 where `d = θ − m` is the distance from the prior's mean, and `rₙ` and `Λₙ` are the residual and the output Hessian at
 `h(θ, xₙ)`. `L` is convex if `−log p(y | f)` is convex in `f`. Newton's method finds its minimum `θ⋆`. Each Newton
 equation is solved by conjugate gradients, preconditioned by the fitted precision. Every product is one pass over the
-data. If the Jacobian is small, its factors are kept from the first pass on, and later ones do not run the network.
+data. If the Jacobian is small, its factors are kept from the first pass, and later passes do not run the network.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def conjugate_gradients(
     return X
 
 
-_SUFFICIENT = 1e-4  # share of the promised decrease that a step must reach (Armijo)
+_SUFFICIENT = 1e-4  # share of the predicted decrease that a step must reach (Armijo)
 _SHORTEST = 2.0**-40
 
 
@@ -72,7 +72,7 @@ class LinearModel:
     """The linearised network of a posterior on the training data in `loader`.
 
     Weights `θ` of the linear model are represented by a posterior with the mean `θ` and the `shift` `θ − θ̃`. Its
-    curvature holds the log-likelihood, the gradient and the squared error at `h(θ, ·)`.
+    curvature stores the log-likelihood, the gradient and the squared error at `h(θ, ·)`.
 
     Args:
         loader: the training data `(x, y)`, the same in each pass.
@@ -92,7 +92,7 @@ class LinearModel:
         self.passes = 0
 
     def minimum(self, posterior: LaplacePosterior, passes: int, tolerance: float) -> tuple[LaplacePosterior, float]:
-        """`θ⋆` by Newton's method from `θ̃`, and `‖∇L(θ⋆)‖` relative to `‖∇L(θ̃)‖`, with at most `passes`."""
+        """`θ⋆` by Newton's method from `θ̃`, and `‖∇L(θ⋆)‖` relative to `‖∇L(θ̃)‖`, in at most `passes` passes."""
         last = self.passes + passes
         current = self.at(posterior, torch.zeros_like(posterior.mean))
         initial = gradient_norm(current)
@@ -168,8 +168,8 @@ class LinearModel:
         return sums
 
     def refitted(self, posterior: LaplacePosterior, root_at: FisherRoot | None = None) -> LaplacePosterior:
-        """The posterior with the curvature `Σₙ JₙᵀΛ(h(θ, xₙ))Jₙ` at these weights of the linear model: one pass, with a
-        column for each output. `root_at` gives another root of the output Fisher."""
+        """Recompute the curvature `Σₙ JₙᵀΛ(h(θ, xₙ))Jₙ` at these weights of the linear model, in one pass with a column
+        for each output. `root_at` returns a different root of the output Fisher."""
         self.passes += 1
         H = _curvature_at(posterior, self._loader, root_at)
         self._on_pass()
@@ -185,8 +185,8 @@ class LinearModel:
         self._on_pass()
 
     def _read(self, posterior: LaplacePosterior) -> Iterator[Batch]:
-        """The batches of the loader, which are kept if their Jacobians are small."""
-        rows = posterior.curvature.n_outputs  # 0 if no pass has counted them
+        """Yield the batches of the loader, and keep them if their Jacobians are small."""
+        rows = posterior.curvature.n_outputs  # 0 if they have not been counted yet
         is_small = 0 < rows * posterior.subset.size * posterior.mean.element_size() <= HELD
         start, batches = 0, list[Batch]()
         for batch in self._loader:
@@ -222,7 +222,7 @@ class Batch(ABC):
 
 
 class NetworkBatch(Batch):
-    """Products take a pass through the network."""
+    """Computes each product by a pass through the network."""
 
     def __init__(self, posterior: LaplacePosterior, x: Any, y: Tensor, start: int) -> None:
         super().__init__(y, start)
@@ -244,7 +244,7 @@ class NetworkBatch(Batch):
 
 
 class KeptBatch(Batch):
-    """Products use the factors of the Jacobian, without the network."""
+    """Computes products from the factors of the Jacobian, without the network."""
 
     def __init__(self, posterior: LaplacePosterior, x: Any, y: Tensor, start: int) -> None:
         super().__init__(y, start)
@@ -299,7 +299,7 @@ def forcing(residual: float, tolerance: float) -> float:
 
 
 def _shorter(change: float, slope: float, end_slope: float) -> float:
-    """The minimum of the cubic on [0, 1] with these slopes at its ends and this change between them, kept within
+    """The minimum of the cubic on [0, 1] with these slopes at its ends and this change between them, clamped to
     [0.1, 0.7]."""
     a = slope + end_slope - 3 * change
     root = math.sqrt(max(a * a - slope * end_slope, 0.0))
@@ -315,7 +315,7 @@ def _hessian_product(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) ->
 
 
 def _curvature_at(posterior: LaplacePosterior, loader: Iterable[Any], root_at: FisherRoot | None) -> Structure:
-    """`Σₙ JₙᵀΛ(h(θ, xₙ))Jₙ`, in as many passes as the structure takes."""
+    """`Σₙ JₙᵀΛ(h(θ, xₙ))Jₙ`, in as many passes as the structure needs."""
 
     def fisher_root_at(x: Any, y: Tensor, examples: Tensor) -> Tensor:
         assert posterior.shift is not None
@@ -341,7 +341,7 @@ def _curvature_at(posterior: LaplacePosterior, loader: Iterable[Any], root_at: F
 
 
 def check_refit(posterior: LaplacePosterior, what: str) -> None:
-    """Raise if the curvature cannot be computed again; `what` names the call."""
+    """Raise an error if the curvature cannot be recomputed; `what` names the call."""
     H = posterior.curvature.structure
     if H.word is None:
         raise PosteriorError(f"{type(H).__name__} has no word for structure=: set its class attribute `word`")
@@ -351,7 +351,7 @@ def check_refit(posterior: LaplacePosterior, what: str) -> None:
             "structure='kron', 'ekfac', 'diag' or 'full'"
         )
     if posterior.damping is not None or posterior.curvature.kind != "ggn":
-        raise PosteriorError(f"{what} needs curvature='ggn' and the exact sum with the prior, without damping")
+        raise PosteriorError(f"{what} needs curvature='ggn' without damping: fit the posterior again")
     if posterior.curvature.hessian != "exact":
         raise PosteriorError(f"{what} needs a fit with hessian='exact', not {posterior.curvature.hessian!r}")
 
@@ -359,7 +359,7 @@ def check_refit(posterior: LaplacePosterior, what: str) -> None:
 def check_outputs(shape: Sequence[int]) -> None:
     if len(shape) > 2:
         raise PosteriorError(
-            f"a curvature at the linear model's outputs is for outputs [B] and [B, C], but the network's have shape "
+            "a curvature at the linear model's outputs supports outputs [B] and [B, C], but the network's have shape "
             f"{list(shape)}: use a network with one label per example"
         )
 

@@ -51,8 +51,8 @@ METHODS = ("laplace", "variational")
 VARIATIONAL = ("full", "diag")  # structures
 _ROUNDS = 100
 _MEAN_STEPS = 8  # per round
-_SHORTEST, _SHORTEST_ROUND = 1e-3, 0.1  # steps of the mean, and of `W`
-_LARGE_GAIN = 1e-2  # of the bound, worth a warning
+_SHORTEST, _SHORTEST_ROUND = 1e-3, 0.1  # shortest steps of the mean, and of `W`
+_LARGE_GAIN = 1e-2  # a gain of the bound that is worth a warning
 
 
 @implements("refine")
@@ -76,13 +76,13 @@ def refine(
     positive("tolerance", tolerance)
     check_loader(loader)
     _check_posterior(posterior, method)
-    if posterior.shift is not None:  # refined before
+    if posterior.shift is not None:  # already refined
         posterior = replace(posterior, mean=weights_of(posterior), shift=None)
     with preserved_rng(posterior.device):
         batches = [inputs.split_targets(posterior.network, batch) for batch in loader]
     if not batches:
         raise DataError("the loader is empty: refinement needs the training data")
-    # A Gaussian's Fisher does not depend on its outputs: its variational posterior is the exact one.
+    # A Gaussian's Fisher does not depend on its outputs, so its variational posterior is exact.
     if method == "laplace" or posterior.likelihood.noise_std is not None:
         return _laplace(posterior, batches, passes, tolerance, progress)
     return _variational(posterior, batches, tolerance, samples, seed, progress)
@@ -93,8 +93,8 @@ def _check_posterior(posterior: LaplacePosterior, method: str) -> None:
     check_refit(posterior, "refinement")
     if method == "variational" and posterior.curvature.structure.word not in VARIATIONAL:
         raise PosteriorError(
-            f"variational refinement is for structure='full' or 'diag', and this posterior's is "
-            f"{posterior.curvature.structure.word!r}: fit one of them, or use method='laplace'"
+            "variational refinement needs structure='full' or 'diag', but this posterior has "
+            f"{posterior.curvature.structure.word!r}: fit it with one of these, or use method='laplace'"
         )
 
 
@@ -129,13 +129,13 @@ def _variational(
     best = maximise(model, points, diagonal, tolerance, _ROUNDS, progress)
     if best.rounds == _ROUNDS:
         warn(
-            "variational refinement still gains %.1g nats per round after %d rounds: a larger prior precision helps",
+            "variational refinement still gains %.1g nats per round after %d rounds: try a larger prior precision",
             best.gain,
             _ROUNDS,
         )
     elif _LARGE_GAIN * abs(best.bound) < best.gain < math.inf:
         warn(
-            "variational refinement cannot improve a lower bound of %.6g, although the last round gained %.1g: raise "
+            "variational refinement stopped at a lower bound of %.6g, although the last round gained %.1g: raise "
             "`samples`, or the prior precision",
             best.bound,
             best.gain,
@@ -172,9 +172,9 @@ class Refined:
 def maximise(
     model: WhitenedModel, points: Tensor, diagonal: bool, tolerance: float, rounds: int = 100, progress: bool = False
 ) -> Refined:
-    """From the Laplace posterior, in rounds: Newton steps of the mean for a fixed covariance, then a step of `W`
-    towards `E[Λ]`, half as long after one that lowers the bound, until a round gains less than `tolerance` nats per
-    example, or no step gains any."""
+    """Start from the Laplace posterior and improve it in rounds. A round takes Newton steps of the mean for a fixed
+    covariance, then a step of `W` towards `E[Λ]`, which is halved if it lowers the bound. Stop when a round gains less
+    than `tolerance` nats per example, or no step improves the bound."""
     solvers: list[WhitenedGaussian] = []
 
     def at(W: Tensor, mean: Mean, number: int) -> Refined:

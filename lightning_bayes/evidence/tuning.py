@@ -1,6 +1,6 @@
 """Choosing the prior precision, and the noise of a regression, from the training data.
 
-- `marglik` maximises the evidence by gradients in the logarithms (tutorial, section 4).
+- `marglik` maximises the evidence by gradient ascent in the logarithms of prior and noise (tutorial, section 4).
 - `linear` does the same for the evidence at the linear model's optimum (see `evidence`). With `iterate=True`
   it searches for the optimum by passes over the data.
 - `mackay` iterates the evidence's fixed point (MacKay 1992; tutorial, section 3). With `γ_l = d_l − α_l tr[P⁻¹]_ll`,
@@ -14,10 +14,11 @@
 `ascend` takes a few steps during training (Immer et al. 2021; tutorial, section 4): Adam in
 `η = (log δ₁, …, log δ_L, log σ)`, `η ← η + Adam(∇_η log p(D | η) / N)`.
 
-All of them use the curvature of one pass over the data. In its eigenbasis a prior only adds to the eigenvalues, so a
-step needs neither data nor a decomposition.
+All these methods use the curvature from one pass over the data. In its eigenbasis a prior only adds to the eigenvalues,
+so a step needs neither data nor a decomposition.
 
-Tuning the prior by the evidence of the linearised network at its optimum (Antorán et al. 2022; tutorial, section 6).
+`iterated` tunes the prior by the evidence of the linearised network at its optimum (Antorán et al. 2022; tutorial,
+section 6).
 
 The weights `θ̃` of a modern network are not a mode of its loss, but the network linearised there, `h(θ) = f + J(θ − θ̃)`,
 has a mode for every prior `Λ`. The search alternates between the two:
@@ -26,10 +27,10 @@ has a mode for every prior `Λ`. The search alternates between the two:
     Λ  = argmax_Λ −½ (θ⋆ᵀΛθ⋆ + log det(Λ⁻¹H + I))                   by MacKay's fixed point, see `tuning`.
 
 The noise of a regression is tuned together with `Λ`, from the squared error of `h(θ⋆)`. The fixed point needs no data.
-With the curvature `H` of the fit (`fisher="weights"`, as in the paper) both steps are uphill in one function of `θ` and
+With the curvature `H` of the fit (`fisher="weights"`, as in the paper) both steps increase the same function of `θ` and
 `Λ`. `fisher="optimum"` refits `H` at the outputs `h(θ⋆)` after each Newton step.
 
-The result is the given posterior with another prior and noise: its mean stays `θ̃` and its curvature that of the fit.
+The result is the given posterior with a new prior and noise. Its mean `θ̃` and its curvature do not change.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ def _by_evidence(
     if not posterior.curvature.knows_likelihood:
         if loader is None:
             raise PosteriorError(
-                f"tune_prior({tuning.method!r}) needs the likelihood of the training data, over which this posterior "
-                "has made no pass: pass loader="
+                f"tune_prior({tuning.method!r}) needs the likelihood of the training data, which this posterior does "
+                "not have: pass loader="
             )
         posterior = posterior.with_log_likelihood(loader)
     if tuning.method == "mackay":
@@ -118,7 +119,7 @@ class _Search:
     """The evidence as a function of `log δ` of each group of layers and of `log ρ`, the change of the noise.
 
     Args:
-        posterior: gives the curvature, and the prior and noise to start from.
+        posterior: provides the curvature, and the initial prior and noise.
         groups: the layers that share a prior.
         noise: whether to change the noise of a Gaussian likelihood.
         at: where the evidence is taken, "weights" or "optimum".
@@ -221,8 +222,8 @@ def linear(
 
 @torch.no_grad()
 def _best_of_grid(posterior: LaplacePosterior, noise: bool) -> LaplacePosterior:
-    """The best evidence at the linear model's optimum. Among equal ones, as when the training loss rounds to zero, take
-    the strongest prior: it changes the network least."""
+    """The best evidence at the linear model's optimum. If several are equal, for example because the training loss
+    rounds to zero, take the strongest prior, which changes the network least."""
     evidence = Evidence(posterior, "optimum")
     like = in_float64(posterior.mean[:1])
     priors = torch.logspace(-4, 6, 21, dtype=like.dtype, device=like.device)
@@ -237,9 +238,9 @@ def _best_of_grid(posterior: LaplacePosterior, noise: bool) -> LaplacePosterior:
     best = int((values[row] >= values[row].max() - _SAME).nonzero()[-1])
     if values[row].max() - values[row].min() < _SAME:
         warn(
-            "the evidence is the same for all prior precisions from %g to %g, as for a network that fits its training "
-            "data perfectly: the largest one is used, which barely changes the network; choose on validation data with "
-            "tune_prior('auto', loader)",
+            "the evidence is the same for all prior precisions from %g to %g, as for a network that fits its "
+            "training data perfectly. The largest is used, which barely changes the network: choose on validation "
+            "data with tune_prior('auto', loader)",
             priors[0],
             priors[-1],
         )
@@ -270,8 +271,8 @@ def fixed_point(
 ) -> tuple[LaplacePosterior, float]:
     """MacKay's fixed point at the posterior's mean, and the size of its last step: 0 if it has converged.
 
-    Each step is uphill in the evidence, but may overshoot if α and β depend on each other (few data, many weights). The
-    steps are then shortened.
+    Each step goes uphill in the evidence, but may overshoot if α and β depend on each other (few data, many weights).
+    The steps are then shortened.
     """
     smallest = max(tolerance, 8 * torch.finfo(posterior.mean.dtype).eps)
     squares = _squares(posterior, groups)
@@ -311,12 +312,12 @@ def _squares(posterior: LaplacePosterior, groups: PriorGroups) -> Tensor:
 
 def _noise_step(posterior: LaplacePosterior, γ: float) -> tuple[float, float]:
     """The change of `log β`, and twice the slope of the evidence in it. MacKay's formula overshoots if its numerator
-    falls faster than it is large, for few data relative to `γ`; a Newton step replaces it then."""
+    falls too fast, as for few data relative to `γ`; a Newton step then replaces it."""
     n, error = posterior.curvature.n_outputs, float(posterior.squared_error)  # error = β Σ‖y − f‖²
     T, k = posterior.temperature, -0.5 * posterior.noise_power  # H ∝ β^k
     rest = n - k * T * γ
     slope = (rest - error) / T
-    # An upper bound of how fast the rest falls with log β: dγ/d log β = k Σ λδ/(λ + δ)².
+    # An upper bound on how fast the rest falls with log β: dγ/d log β = k Σ λδ/(λ + δ)².
     bend = k * k * T * min(γ, posterior.subset.size - γ)
     return (math.log(rest / error) if rest > bend else (rest - error) / (error + bend)), slope
 
@@ -363,9 +364,9 @@ def _initial_prior(posterior: LaplacePosterior, groups: PriorGroups) -> Tensor:
 
 
 _FIXED_POINT_STEPS = 1000
-_LARGEST_JUMP = 1.0  # of the extrapolation, in a logarithm
+_LARGEST_JUMP = 1.0  # largest change of a logarithm in an extrapolation
 _NEAR = 0.1  # the relative gradient below which to extrapolate
-_LARGE_GRADIENT = 0.1  # worth a warning
+_LARGE_GRADIENT = 0.1  # a gradient that is worth a warning
 
 
 def iterated(
@@ -405,7 +406,7 @@ def iterated(
 
 def _check_arguments(posterior: LaplacePosterior, loader: Any, fisher: str, processes: Processes | None) -> None:
     if loader is None:
-        raise ValueError("Tuning('linear', iterate=True) makes passes over the training data: pass them as loader=")
+        raise ValueError("Tuning('linear', iterate=True) needs passes over the training data: pass them as loader=")
     check_loader(loader)
     if isinstance(loader, Iterator):
         raise DataError(
@@ -418,7 +419,7 @@ def _check_arguments(posterior: LaplacePosterior, loader: Any, fisher: str, proc
         check_refit(posterior, "fisher='optimum'")
         if processes is not None and processes.size > 1:
             raise PosteriorError(
-                "fisher='optimum' is for one process: use fisher='weights' if several processes share the data"
+                "fisher='optimum' supports only one process: use fisher='weights' if several processes share the data"
             )
 
 
@@ -450,7 +451,7 @@ class _Anderson:
         Δv, Δf = (torch.stack([b - a for a, b in pairwise(values)], 1) for values in (self._v, self._f))
         weights = torch.linalg.lstsq(Δf.cpu(), (g - v).cpu().unsqueeze(1), driver="gelsd").solution.to(v)
         f = g - v
-        # Extend the round's step, which is uphill: at most halfway back, and at most ten times as far.
+        # Extend the round's step, which goes uphill: at most halfway back, and at most ten times as far.
         extension = (-((Δv + Δf) @ weights).squeeze(1) * f.sign()).clamp(min=-0.5 * f.abs(), max=9 * f.abs())
         factors = (f.sign() * extension.clamp(max=_LARGEST_JUMP)).exp()
         if after.likelihood.tunable_noise is not None:

@@ -4,12 +4,12 @@ For a prior `N(m, Λ⁻¹)` and `w = Λ^½(θ − m)`, the rows are `J̃ = JΛ^(
 
     h(w) = f + J̃(w − w̃),    w ~ N(0, I),    w̃ = Λ^½(θ̃ − m).
 
-A Gaussian with precision `I + Σₙ J̃ₙᵀWₙJ̃ₙ`, `W = SSᵀ`, is computed in the smaller space:
+A Gaussian with precision `I + Σₙ J̃ₙᵀWₙJ̃ₙ`, `W = SSᵀ`, is computed in the smaller of two spaces:
 
-- `FunctionSpace` in that of the outputs, by `A = I + SᵀKS` with `K = J̃J̃ᵀ` (Woodbury);
-- `WeightSpace` in that of the weights, by a Cholesky factor.
+- `FunctionSpace`: the space of the outputs, by `A = I + SᵀKS` with `K = J̃J̃ᵀ` (Woodbury);
+- `WeightSpace`: the space of the weights, by a Cholesky factor.
 
-`DiagonalSpace` has the diagonal of the precision alone. All numbers are in float64.
+`DiagonalSpace` uses only the diagonal of the precision. All numbers are in float64.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from lightning_bayes.posterior.jacobian_factors import Factors, KeptFactors, Row
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import Diagonal, Layout
 
-LARGEST_SIDE = 2**13  # of a dense matrix that only saves time
-_FORCING, _PRODUCTS = 1e-3, 200  # of conjugate gradients: the tolerance, and the products they may take
+LARGEST_SIDE = 2**13  # largest side of a dense matrix that is not required
+_FORCING, _PRODUCTS = 1e-3, 200  # conjugate gradients: the tolerance, and the maximum number of products
 _DRAWN = 2**22  # entries of the output Fisher of all draws, per chunk
 
 
@@ -172,7 +172,7 @@ class WhitenedRows:
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """`w = c·w̃ + J̃ᵀα`, known by `c` and `α`, with `u = J̃w` and `‖w‖²`."""
+    """`w = c·w̃ + J̃ᵀα`, represented by `c` and `α`, with `u = J̃w` and `‖w‖²`."""
 
     c: float
     α: Tensor  # [N, C]
@@ -181,7 +181,7 @@ class Mean:
 
 
 class WhitenedModel:
-    """The linearised network on its training data `(x, y)`. The likelihood is tempered as the posterior's is."""
+    """The linearised network on its training data `(x, y)`. The likelihood is tempered like the posterior's."""
 
     def __init__(self, posterior: LaplacePosterior, batches: Sequence[tuple[Any, Tensor]]) -> None:
         self.posterior, self.train = posterior, WhitenedRows(posterior, [x for x, _ in batches])
@@ -192,17 +192,17 @@ class WhitenedModel:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Numbers of outputs and of weights."""
+        """The numbers of outputs and of weights."""
         return self.train.f.numel(), len(self.train.start)
 
     @property
     def is_narrow(self) -> bool:
-        """Whether there are fewer outputs than weights, and the matrix between all outputs is used."""
+        """Whether to use the matrix between all outputs, because there are fewer outputs than weights."""
         n, P = self.sides
         return n < P and (n <= LARGEST_SIDE or self.posterior.curvature.structure.word == "full")
 
     def gaussian(self, W: Tensor) -> WhitenedGaussian:
-        """The Gaussian with precision `I + Σₙ J̃ₙᵀWₙJ̃ₙ`, or with its diagonal where both sides are too large."""
+        """The Gaussian with precision `I + Σₙ J̃ₙᵀWₙJ̃ₙ`, or with its diagonal if both sides are too large."""
         if self._K is not None:
             return FunctionSpace(self.train, W, self._K)
         if self.sides[1] <= LARGEST_SIDE or self.posterior.curvature.structure.word == "full":
@@ -245,11 +245,11 @@ class WhitenedModel:
         return sum(some.fit() for some in draws) / T, torch.cat([some.residual() for some in draws]) / T
 
     def fisher(self, h: Tensor, root: Tensor, points: Tensor) -> Tensor:
-        """`E[Λ]`, likewise.  # [N, C, C]"""
+        """`E[Λ]`, over the same points.  # [N, C, C]"""
         return torch.cat([some.fisher() for some in self._draws(h, root, points)]) / self.posterior.temperature
 
     def _draws(self, h: Tensor, root: Tensor, points: Tensor) -> Iterator[Draws]:
-        """A few examples at a time."""
+        """Yield the draws of a few examples at a time."""
         likelihood, shape = self.posterior.likelihood, self.train.shape
         for part in torch.arange(len(h), device="cpu").split(max(1, _DRAWN // (len(points) * h.shape[1] ** 2))):
             rows = slice(int(part[0]), int(part[-1]) + 1)
@@ -259,8 +259,8 @@ class WhitenedModel:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Expectations over `S` drawn outputs of each example. To the likelihood, draws are examples, or, if it takes them,
-    positions, which is faster for few outputs."""
+    """Expectations over `S` drawn outputs of each example. The draws are passed to the likelihood as positions if it
+    supports them, which is faster for few outputs, and otherwise as examples."""
 
     likelihood: Likelihood
     f: Tensor  # [b, ..., S]
@@ -297,16 +297,16 @@ class Draws:
 
 
 class WhitenedGaussian(ABC):
-    """A Gaussian over the whitened weights, by its covariance."""
+    """A Gaussian over the whitened weights, represented by its covariance."""
 
     @property
     @abstractmethod
     def divergence(self) -> float:
-        """Twice the KL divergence from the prior, without the part of the mean."""
+        """Twice the KL divergence from the prior, without the mean's contribution."""
 
     @abstractmethod
     def covariance(self, rows: WhitenedRows) -> Tensor:
-        """Of the outputs, `J̃ₙΣJ̃ₙᵀ`.  # [N, C, C]"""
+        """The covariance of the outputs, `J̃ₙΣJ̃ₙᵀ`.  # [N, C, C]"""
 
     @abstractmethod
     def solve(self, r: Tensor, mean: Mean) -> Tensor:
@@ -353,7 +353,7 @@ class FunctionSpace(WhitenedGaussian):
 
 
 class WeightSpace(WhitenedGaussian):
-    """By the Cholesky factor of the precision."""
+    """Uses the Cholesky factor of the precision."""
 
     def __init__(self, train: WhitenedRows, W: Tensor) -> None:
         self._train, self._W = train, W
@@ -400,7 +400,7 @@ class DiagonalSpace(WhitenedGaussian):
         return rows.diagonal_covariance(1 / self.precision)
 
     def solve(self, r: Tensor, mean: Mean) -> Tensor:
-        """By conjugate gradients, with the whole precision."""
+        """Solve by conjugate gradients, with the full precision."""
         train, W = self._train, self._W
         b = r + per_example(mean.u, W)
 
@@ -432,7 +432,7 @@ def _blocks_times(S: Tensor, K: Tensor) -> Tensor:
 
 
 def _columns(W: Tensor) -> Tensor:
-    """A root of `W` without the columns that are zero everywhere: of a softmax `W1 = 0`.  # [N, C, C] -> [N, C, R]"""
+    """A root of `W` without the columns that are zero everywhere; for a softmax, `W1 = 0`.  # [N, C, C] -> [N, C, R]"""
     if W.shape[-1] == 1:
         return W.clamp_min(0).sqrt()
     values, vectors = torch.linalg.eigh(W)

@@ -1,4 +1,4 @@
-"""Inverse problems: a linearised network as the prior of an image that is measured linearly."""
+"""Inverse problems: a linearised network as the prior of an image with linear measurements."""
 
 from lightning_bayes.inverse.measurement_posterior import MeasurementPosterior, fit_measurements
 

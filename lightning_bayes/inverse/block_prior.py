@@ -56,7 +56,8 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class BlockPrior:
-    """Its hyperparameters `φ` are the logarithms of the variances `s_d²`, followed by those of the lengths `ℓ_d`."""
+    """The prior of the blocks. Its hyperparameters `φ` are the logarithms of the variances `s_d²`, followed by those of
+    the lengths `ℓ_d`."""
 
     kind: str
     blocks: tuple[str, ...]
@@ -86,7 +87,7 @@ class BlockPrior:
 
     @cached_property
     def with_length(self) -> tuple[int, ...]:
-        """The blocks that have filters, and so a length."""
+        """The blocks that have filters and therefore a length."""
         return tuple(sorted({s.block for s in self.segments if s.kernel}))
 
     @property
@@ -101,7 +102,7 @@ class BlockPrior:
             places = torch.cartesian_prod(
                 *(torch.arange(n, dtype=torch.float64, device="cpu") for n in kernel)
             ).reshape(-1, len(kernel))
-            distances[kernel] = (places.unsqueeze(1) - places).square().sum(2).sqrt()  # exact: equal ones compare equal
+            distances[kernel] = (places.unsqueeze(1) - places).square().sum(2).sqrt()  # exact, so equality is safe
         return distances
 
     @cached_property
@@ -158,7 +159,7 @@ class BlockPrior:
         return self._times(V, lambda s: self._filter_covariance(s, φ))
 
     def root_times(self, E: Tensor, φ: Tensor) -> Tensor:
-        """Rows with covariance `Σ` from rows of independent numbers.  # [k, P]"""
+        """Turn rows of independent numbers into rows with covariance `Σ`.  # [k, P]"""
 
         def root(s: Segment) -> Tensor:
             C = self._filter_covariance(s, φ)
@@ -206,7 +207,7 @@ def _check_blocks(subset: Subset, kind: str, blocks: Mapping[str, Sequence[str]]
     if kind == "gaussian":
         raise SubsetError("prior='gaussian' has one variance for all weights: leave out blocks=, or use prior='ard'")
     if not isinstance(blocks, Mapping) or any(isinstance(members, str) for members in blocks.values()):
-        raise SubsetError("blocks= maps names to lists of modules or parameters, such as {'head': ['head']}")
+        raise SubsetError("blocks= must map names to lists of modules or parameters, such as {'head': ['head']}")
     for block, members in blocks.items():
         for member in members:
             if not any(name == member or name.startswith(f"{member}.") for name in subset.names):
@@ -219,7 +220,7 @@ def _block_of(name: str, blocks: Mapping[str, Sequence[str]] | None) -> str:
     for block, members in blocks.items():
         if any(name == member or name.startswith(f"{member}.") for member in members):
             return block
-    raise SubsetError(f"no block has the parameter {name}: add it, or its module, to one in blocks=")
+    raise SubsetError(f"no block contains the parameter {name}: add it or its module to one in blocks=")
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +233,8 @@ class ExpectedVariation:
 
     @staticmethod
     def of(products: FixedJacobian, prior: BlockPrior, θ: Tensor) -> ExpectedVariation:
-        """Around weights `θ̃`: one backward pass for each pair of neighbours, and one forward pass for each block."""
+        """Linearise around the weights `θ̃`, with one backward pass for each pair of neighbours and one forward pass
+        for each block."""
         if len(products.shape) < 4:
             raise PosteriorError(
                 f"the total variation needs images [1, C, H, W], but the network returns {list(products.shape)}: "

@@ -9,11 +9,11 @@ computations use the `d_y × d_y` covariance of the measurements,
     log p(y) = log N(r; 0, S),
     Cov[x | y] = JΣJᵀ − JΣJᵀAᵀ S⁻¹ AJΣJᵀ,        E[x | y] = f(θ̃) − Jθ̃ + JΣJᵀAᵀ S⁻¹ r.
 
-The mean is that of the linear model (`mean="linear"`), or the trained network's image `f(θ̃)` (`mean="network"`). `J` is
-never built: `S` is a sum over the prior's terms, computed from a few rows of `AJ` at a time by backward passes. Images
-are drawn by Matheron's rule: push prior weights through `J`, and correct them by simulated measurements.
+The mean is that of the linear model (`mean="linear"`), or the trained network's image `f(θ̃)` (`mean="network"`). `J`
+is never built: `S` is a sum over the prior's terms, computed from a few rows of `AJ` at a time by backward passes.
+Images are drawn by Matheron's rule: push prior weights through `J`, and correct them with simulated measurements.
 
-The log density of a large Gaussian, `log N(r; 0, S)`, from products with `S` alone.
+For many measurements, the log density `log N(r; 0, S)` is computed from products with `S` alone.
 
 Conjugate gradients give `S⁻¹r`. Stochastic Lanczos quadrature gives `log det S = tr log S`, the mean of `zᵀ log(S) z`
 over random signs `z`: a few Lanczos steps from `z` give a tridiagonal `T` with `zᵀ log(S) z ≈ ‖z‖² e₁ᵀ log(T) e₁`. The
@@ -73,7 +73,7 @@ def solve(product: Product, B: Tensor) -> Tensor:
     X = conjugate_gradients(product, B, tolerance=1e-6, products=1000)
     residual = float(((B - product(X)).norm(dim=1) / B.norm(dim=1)).max())
     if residual > _LARGE_RESIDUAL:
-        warn("conjugate gradients ended at a relative residual of %.1g: raise the noise, or use float64", residual)
+        warn("conjugate gradients stopped at a relative residual of %.1g: raise the noise, or use float64", residual)
     return X
 
 
@@ -127,7 +127,7 @@ def fit_measurements(
         prior: "gaussian" (one variance for all weights), "ard" (one per block), "filters" (and a length within the
             filters of each block), or "tv" (the same, with a prior that makes a small total variation likely).
         blocks: The parameters or modules of each block, by name; by default each child of the network is a block.
-        mean: The mean image: that of the "network", or of the "linear" model.
+        mean: The mean image: the output of the "network", or that of the "linear" model.
         variance: The initial variance; by default the mean square of the weights.
         length: The initial length, in pixels of a filter.
         tv_rate: `λ` of the exponential distribution of the total variation.
@@ -149,7 +149,7 @@ def fit_measurements(
     products = FixedJacobian(network, subset, x)
     if len(products.f) != 1:
         raise PosteriorError(
-            f"measurements belong to one image, but the network returns {len(products.f)} for this input: pass one "
+            f"the measurements are of one image, but the network returns {len(products.f)} for this input: pass one "
             "example, with a batch dimension of one"
         )
     y = y.detach().clone().reshape(1, -1)
@@ -170,7 +170,7 @@ def fit_measurements(
 
 @dataclass(frozen=True, eq=False)
 class MeasurementPosterior:
-    """The posterior of one image, as `fit_measurements` returns it. `tune` returns a new one."""
+    """The posterior of one image, returned by `fit_measurements`. `tune` returns a new one."""
 
     products: FixedJacobian
     likelihood: LinearMeasurement
@@ -203,7 +203,10 @@ class MeasurementPosterior:
         σ = torch.as_tensor(self.noise_std if noise_std is None else noise_std, dtype=torch.float64, device="cpu")
         if self.kernel is None:
             if at == "network":
-                raise PosteriorError("without S only the evidence of the linear model is available: use at='linear'")
+                raise PosteriorError(
+                    "with more than exact_up_to measurements, only the evidence of the linear model is available: "
+                    "use at='linear'"
+                )
             return self._estimated_evidence(φ, σ, seed)
         root = self._root(φ, σ)
         logdet = 2 * root.diagonal().log().sum()
@@ -372,8 +375,8 @@ class MeasurementPosterior:
         return value + surrogate - surrogate.detach()
 
     def _within(self, φ: Tensor) -> Tensor:
-        """`φ` within bounds: variances by a factor of three million from the start, so that `S` can be decomposed; and
-        lengths between those at which a filter's weights are independent, or equal, to rounding."""
+        """`φ` clamped to bounds: variances within a factor of three million of the start, so that `S` can be
+        decomposed; and lengths between those at which a filter's weights are independent, or equal, to rounding."""
         blocks = len(self.prior.blocks)
         variances = torch.minimum(torch.maximum(φ[:blocks], self.φ[:blocks] - 15), self.φ[:blocks] + 15)
         lengths = torch.minimum(torch.maximum(φ[blocks:], self.φ[blocks:].clamp_max(-3)), self.φ[blocks:].clamp_min(4))
@@ -389,7 +392,7 @@ def _kernel(
     if size > _MOST:
         raise PosteriorError(
             f"the kernels of {d_y} measurements and {len(prior.terms)} terms of the prior take {size / 1e9:.0f} GB: "
-            f"use exact_up_to={d_y - 1}, for products alone, or a prior with fewer terms, such as 'ard'"
+            f"use exact_up_to={d_y - 1}, to use only products, or a prior with fewer terms, such as 'ard'"
         )
 
     def rows(ids: Tensor) -> Tensor:

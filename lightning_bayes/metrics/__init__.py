@@ -1,4 +1,4 @@
-"""Metrics of uncertainty as torchmetrics: the same value for any split, order and number of processes.
+"""Uncertainty metrics for torchmetrics, with the same value for any split, order and number of processes.
 
 They depend on torch and torchmetrics only. `functional` has the same metrics as plain functions.
 

@@ -1,4 +1,5 @@
-"""The base of the metrics: one additive float64 state, and the same value for any split, order or number of processes.
+"""The base class of the metrics: one additive float64 state, with the same value for any split, order or number of
+processes.
 
 The state of a metric is either `sums`, a tensor that batches and processes add up, or `rows`, all values seen, for
 metrics that need the whole sample. Three properties of torchmetrics shape this file:
@@ -101,7 +102,7 @@ class AdditiveMetric(Metric):
             device = fn(torch.empty(0, device=state.device)).device
             if not state.is_floating_point():
                 return state.to(device)
-            dtype = accumulation_dtype(device)  # a device without float64 can neither receive nor make it
+            dtype = accumulation_dtype(device)  # a device without float64 cannot receive or create it
             return state.to(device).to(dtype) if dtype == torch.float64 else state.to(dtype).to(device)
 
         return super()._apply(move, exclude_state)

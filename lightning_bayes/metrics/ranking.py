@@ -1,4 +1,4 @@
-"""Metrics of a real-valued score's order; `lightning_bayes.metrics.functional.ranking` has the definitions."""
+"""Metrics of a ranking by a real-valued score; `lightning_bayes.metrics.functional.ranking` has the definitions."""
 
 from typing import Any
 

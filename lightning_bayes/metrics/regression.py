@@ -1,7 +1,7 @@
 """Metrics of a Gaussian or Student-t predictive; `lightning_bayes.metrics.functional.regression` has the formulas.
 
-Every `update` takes `mean`, `variance` (noise included) and `target` of one shape, and the degrees of freedom `df`, as
-in `metric.update(p.mean, p.variance, y, p.df)`.
+Every `update` takes `mean`, `variance` (noise included) and `target` of the same shape, and the degrees of freedom
+`df`, as in `metric.update(p.mean, p.variance, y, p.df)`.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ from lightning_bayes.metrics.functional.statistics import Norm, regression_input
 
 
 class RealTargets(AdditiveMetric):
-    """A metric of Gaussian or Student-t predictions, from sums over them."""
+    """A metric of Gaussian or Student-t predictions, computed from sums over them."""
 
-    batch_sums: ClassVar[Callable[..., Tensor]]  # of the checked inputs of a batch, and the settings
+    batch_sums: ClassVar[Callable[..., Tensor]]  # called with the checked inputs of a batch, and settings
     settings: tuple[Any, ...] = ()
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor, df: Freedom = None) -> None:
-        """Add every element of tensors of one shape."""
+        """Add every element of tensors of the same shape."""
         inputs = regression_inputs(mean, variance, target, df, self.validate_args)
         self.accumulate(self.batch_sums(*inputs, *self.settings))
 

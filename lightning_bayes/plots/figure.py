@@ -1,8 +1,8 @@
-"""The style and the checks that all plots share, and where finished figures go.
+"""The style and the checks that all plots share, and the logging of figures.
 
 Colours are from Okabe & Ito (2008) and work with any colour vision. No plot relies on colour alone: lightness,
-hatching, line style and markers keep it readable in grey print. Figures do not use pyplot, so they need no display and
-change neither its open figures nor the user's settings. For a pyplot figure, pass one of its axes.
+hatching, line style and markers keep it readable in greyscale print. Figures do not use pyplot, so they need no display
+and change neither its open figures nor the user's settings. For a pyplot figure, pass one of its axes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -42,7 +42,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ModuleNotFoundError(
-            'Pictures need matplotlib, which is not installed: pip install "lightning-bayes[recipes]".'
+            'Plots need matplotlib, which is not installed: pip install "lightning-bayes[recipes]".'
         ) from error
 
 

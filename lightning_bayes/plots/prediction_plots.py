@@ -2,8 +2,8 @@
 
 - `regression_bands`: a one-dimensional regression, as mean ± 1, 2, 3 σ for each source and for the total, which is the
   predictive of a new observation.
-- `decision_map`: a two-dimensional classifier. Class regions fade with the confidence and carry their class number.
-  Epistemic uncertainty is high away from the data, aleatoric uncertainty where classes overlap.
+- `decision_map`: a two-dimensional classifier. Class regions fade as the confidence falls, and are labelled with their
+  class number. Epistemic uncertainty is high away from the data, aleatoric uncertainty where classes overlap.
 - `uncertainty_maps`: a network with an output at every pixel. Each row shows one image with its target, its prediction,
   and the uncertainties summed over the outputs of a pixel: variances of class probabilities, or standard deviations of
   real values.
@@ -55,7 +55,7 @@ def regression_bands(
         if ax is None:
             handles, labels = axes[-1].get_legend_handles_labels()
             figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-        else:  # the rest of a given figure belongs to the user
+        else:  # leave the rest of the user's figure unchanged
             axes[-1].legend(loc="best")
     return figure, axes
 
@@ -71,7 +71,7 @@ def _check_bands(
         if name != "mean" and bool((value < 0).any()):
             raise ValueError(f"{name} is a variance and must not be negative.")
     if (x_data is None) != (y_data is None):
-        raise ValueError("x_data and y_data belong together: give both, or neither.")
+        raise ValueError("x_data and y_data belong together: pass both, or neither.")
     if x_data is not None and y_data is not None:
         check_tensors(x_data=x_data, y_data=y_data)
         if x_data.numel() != y_data.numel():
@@ -198,7 +198,7 @@ def uncertainty_maps(
 ) -> tuple["Figure", np.ndarray]:
     """Maps of a `Prediction` for the images `[B, 1, H, W]` or `[B, 3, H, W]`. Returns (fig, axes `[B, panels]`).
 
-    `target` holds classes `[B, H, W]`, or real values in the shape of the prediction's mean. Pixels without a known
+    `target` contains classes `[B, H, W]`, or real values in the shape of the prediction's mean. Pixels without a known
     class are grey.
     """
     _check_maps(image, prediction, target)
@@ -290,7 +290,7 @@ def _number_classes(ax: "Axes", value: np.ndarray) -> None:
 
 
 def _as_picture(image: np.ndarray) -> np.ndarray:
-    """Scaled to [0, 1].  # [1 or 3, H, W] -> [H, W] or [H, W, 3]"""
+    """Scale an image to [0, 1].  # [1 or 3, H, W] -> [H, W] or [H, W, 3]"""
     low, high = image.min(), image.max()
     scaled = (image - low) / (high - low if high > low else 1.0)
     return scaled[0] if len(scaled) == 1 else np.moveaxis(scaled, 0, -1)
@@ -309,5 +309,5 @@ def check_one_each(name: str, value: Tensor, owner: str, n: int) -> None:
 
 
 def label_box(pad: float, edge: str, alpha: float) -> dict[str, Any]:
-    """A white box that keeps a text readable on top of a picture."""
+    """A white box that keeps text readable on top of a picture."""
     return {"boxstyle": f"round,pad={pad}", "facecolor": "white", "edgecolor": edge, "alpha": alpha}

@@ -3,7 +3,8 @@
 For a shift `v` of the weights the linearised network is `f(x) + J(x) v` (GLM paper, eq. (10)). It is computed without
 forming the Jacobian (see `jacobian.products`).
 
-The fingerprint of a network's weights and buffers, by which a posterior recognises the weights it was fitted to.
+`fingerprint` summarises a network's weights and buffers, so a posterior can check that they have not changed since the
+fit.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from lightning_bayes.structures.sharded import ParameterShard
 if TYPE_CHECKING:
     from lightning_bayes.posterior.gaussian import GaussianPosterior
 
-_CACHED = 2**16  # numbers in float64, half a megabyte
+_CACHED = 2**16  # float64 numbers: half a megabyte
 
 
 def fingerprint(network: nn.Module) -> Tensor:
     """Two sums over every floating-point weight and buffer `T`, in float64: the sum of squares, and `rᵀTc` with
-    irregular `r` and `c`, which detects hidden units, inputs or single weights that changed places.  # [n, 2]"""
+    irregular `r` and `c`, which detects swapped hidden units, inputs or single weights.  # [n, 2]"""
     return _sums(_state(network))
 
 
@@ -89,7 +90,7 @@ def _sums(tensors: Sequence[Tensor]) -> Tensor:
         rows, square = _row_sums(t.reshape(n_rows, -1), c[:n_columns])
         sums.append(torch.stack((r[:n_rows].to(rows.device) @ rows, square)))
     pairs = torch.stack([pair.to(device) for pair in sums])
-    if sharded := [i for i, t in enumerate(state) if distributed(t) is not None]:  # on all processes
+    if sharded := [i for i, t in enumerate(state) if distributed(t) is not None]:  # sum over all processes
         parts = pairs[sharded]
         Processes.current().sum_([parts])
         pairs[sharded] = parts
@@ -141,7 +142,7 @@ def linearised_outputs(posterior: GaussianPosterior, x: Any, shift: Tensor, diff
 
 @contextmanager
 def at_mean(posterior: GaussianPosterior, x: Any, differentiable: bool = False) -> Iterator[Any]:
-    """Borrow the network and yield `x` on its device. With `differentiable` the graph leads to `x` only."""
+    """Borrow the network and yield `x` on its device. With `differentiable`, gradients flow to `x` only."""
     posterior.check_weights()
     x = inputs.contained(posterior.network, x)
     inputs.batch_size(x)  # raises if x holds no tensor

@@ -1,9 +1,9 @@
-"""Posteriors as states and as files.
+"""Save and load posteriors, as state dictionaries and as files.
 
 A state is a dictionary of tensors, numbers and strings, so `torch.load(weights_only=True)` reads it. A file is a state
 with a digest of its contents, written by `torch.save`. A local file is written under another name, flushed to disk and
 renamed, so a process that is killed leaves the previous file intact. URLs (`s3://…`, `memory://…`) go through `fsspec`,
-in a transaction if the file system supports one.
+using a transaction if the file system supports one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _COMMON = (
     *("calibrations", "shift", "known_novelty", "output"),
 )
 _LAPLACE = ("curvature", *_CURVATURE, "prior_precision", "prior", "temperature", "damping", "points")
-# What torch.load raises for damaged contents, besides UnpicklingError.
+# Exceptions that torch.load raises for damaged contents, besides UnpicklingError.
 _DAMAGE = (
     *(RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, EOFError),
     *(struct.error, zipfile.BadZipFile),
@@ -103,7 +103,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
     version = state.get("format") if isinstance(state, Mapping) else None
     if version != FORMAT:
         raise PosteriorError(
-            f"the state holds no posterior that this version reads (format {version!r}): it is {describe(state)}"
+            f"this version cannot read a posterior from the state (format {version!r}): it is {describe(state)}"
         )
     network = check_network(network)
     if state.get("type") == "ShardedPosterior":
@@ -114,7 +114,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
     matrix = "curvature" if is_laplace else "precision"
     for key in (*_COMMON, *(_LAPLACE if is_laplace else ("precision",))):
         if key not in state:
-            raise PosteriorError(f"the state of the posterior is not complete: it has no {key!r}; save it again")
+            raise PosteriorError(f"the posterior's state is incomplete: it has no {key!r}; save the posterior again")
     if likelihood is not None:
         instance("likelihood", likelihood, Likelihood, "a Likelihood, or None for the one that was saved")
     state = inputs.to_device(dict(state), torch.device("cpu"))
@@ -154,7 +154,7 @@ def _parse(from_state: Callable[[Any], Part], state: Any, what: str) -> Part:
         return from_state(state)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PosteriorError(
-            f"the state of the posterior is not complete: its {what} cannot be read ({error!r}); save it again"
+            f"the posterior's state is incomplete: its {what} cannot be read ({error!r}); save the posterior again"
         ) from None
 
 
@@ -170,13 +170,13 @@ def _check_numbers(
     for what, size in sizes.items():
         if size not in (None, subset.size):
             raise PosteriorError(
-                f"the state of the posterior is inconsistent: its {what} is of {size} weights, but the parameters it "
-                f"names have {subset.size}; save it again"
+                f"the posterior's state is inconsistent: its {what} has {size} weights, but its parameters have "
+                f"{subset.size}; save the posterior again"
             )
     for what in ("mean", matrix, "prior_precision", "prior"):
         if inputs.has_nonfinite(state.get(what)):
             raise PosteriorError(
-                f"the {what.replace('_', ' ')} of the posterior holds NaN or infinity: fit the posterior again, to "
+                f"the posterior's {what.replace('_', ' ')} contains NaN or infinity: fit the posterior again with "
                 "finite weights and data"
             )
 
@@ -186,7 +186,7 @@ def likelihood_from(state: dict[str, Any], device: torch.device) -> Likelihood:
         return Likelihood.from_state(inputs.to_device(state, device))
     except UnknownLikelihoodError:
         raise PosteriorError(
-            f"the posterior was fitted with {state['name']}, a likelihood of your own: pass likelihood="
+            f"the posterior was fitted with the custom likelihood {state['name']}: pass likelihood="
         ) from None
 
 
@@ -198,23 +198,26 @@ def write(state: dict[str, Any], path: str | PathLike[str]) -> None:
         target = Path(os.path.realpath(path))
         if not target.parent.is_dir():
             raise FileNotFoundError(
-                f"cannot save the posterior as {target}: there is no folder {target.parent}; create it first"
+                f"cannot save the posterior as {target}: the folder {target.parent} does not exist; create it first"
             )
         if target.is_dir():
-            raise IsADirectoryError(f"cannot save the posterior as {target}, which is a folder: name a file in it")
+            raise IsADirectoryError(
+                f"cannot save the posterior as {target}, which is a folder: pass the path of a file"
+            )
     write_file({**state, "digest": digest(state)}, path)
 
 
 def write_file(content: Any, path: str | PathLike[str], keep_times: bool = False) -> None:
-    """`torch.save` to a local path or URL, atomically. With `keep_times` a replaced local file keeps its times."""
+    """`torch.save` to a local path or URL, atomically. With `keep_times`, a replaced local file keeps its
+    timestamps."""
     if is_url(path):
-        buffer = io.BytesIO()  # an error of torch.save must not leave half a file
+        buffer = io.BytesIO()  # if torch.save fails, no partial file is left
         torch.save(content, buffer)
         system, place = _file_system(path)
         with system.transaction, system.open(place, "wb") as file:
             file.write(buffer.getvalue())
         return
-    target = Path(os.path.realpath(path))  # a link stays a link
+    target = Path(os.path.realpath(path))  # keep a symbolic link
     unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}.unfinished")
     try:
         with open(unfinished, "xb") as file:
@@ -227,7 +230,7 @@ def write_file(content: Any, path: str | PathLike[str], keep_times: bool = False
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    with suppress(OSError):  # flush the folder too, where the system can: the new name must survive a power failure
+    with suppress(OSError):  # flush the folder too if the system can: the new name must survive a power failure
         descriptor = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -236,7 +239,8 @@ def write_file(content: Any, path: str | PathLike[str], keep_times: bool = False
 
 
 def read(path: str | PathLike[str], name: str | None = None) -> dict[str, Any]:
-    """The state in a file that `write` wrote, or in a Trainer's checkpoint, where `name` selects one of several."""
+    """Read the state from a file written by `write`, or from a Trainer's checkpoint, where `name` selects one of
+    several."""
     state = read_any(path, "posterior")
     if isinstance(state, dict) and "state_dict" in state:
         try:
@@ -244,7 +248,9 @@ def read(path: str | PathLike[str], name: str | None = None) -> dict[str, Any]:
         except PosteriorError as error:
             raise PosteriorError(f"{path}: {error}") from None
     if not isinstance(state, dict) or "format" not in state:
-        raise PosteriorError(f"{path} holds no posterior but {describe(state)}: use a file that posterior.save wrote")
+        raise PosteriorError(
+            f"{path} does not contain a posterior, but {describe(state)}: use a file written by posterior.save"
+        )
     saved = state.pop("digest", None)  # None for a state saved by torch.save
     if saved is not None and saved != digest(state):
         raise PosteriorError(_damaged(path))
@@ -258,19 +264,19 @@ def posterior_in(checkpoint: dict[str, Any], name: str | None) -> dict[str, Any]
     states = {key: posterior for key, posterior in posteriors.items() if isinstance(posterior, dict)}
     if not states:
         raise PosteriorError(
-            "this checkpoint holds no posterior: it is from the middle of training, or has weights only; use the last "
-            "checkpoint, or the posterior's file with GaussianPosterior.load or DeepEnsemble.load"
+            "this checkpoint contains no posterior: it was saved during training, or has weights only. Use the last "
+            "checkpoint, or load the posterior's file with GaussianPosterior.load or DeepEnsemble.load"
         )
     named = [state for key, state in states.items() if name is None or key.endswith(f"[{name}]")]
     if len(named) != 1:
-        problem = "several posteriors, but no name= to choose by" if name is None else f"no posterior named {name!r}"
+        problem = "several posteriors: choose one with name=" if name is None else f"no posterior named {name!r}"
         names = ", ".join(repr(key.partition("[")[2].removesuffix("]")) for key in states)
-        raise PosteriorError(f"this checkpoint holds {problem}; it has {names}")
+        raise PosteriorError(f"this checkpoint contains {problem}; it has {names}")
     return named[0]
 
 
 def read_any(path: str | PathLike[str], what: str) -> Any:
-    """Any file of tensors, numbers and strings that `torch.save` wrote. `what` names it in messages."""
+    """Read a file of tensors, numbers and strings that `torch.save` wrote. `what` names it in messages."""
     instance("path", path, (str, PathLike), "a file's path or URL")
     try:
         if is_url(path):
@@ -280,20 +286,19 @@ def read_any(path: str | PathLike[str], what: str) -> Any:
             content = Path(path)
             content.stat()  # raises if the file may not be read
             if content.is_dir():
-                raise IsADirectoryError(f"{path} is a folder: name the {what}'s file in it")
+                raise IsADirectoryError(f"{path} is a folder: pass the path of the {what}'s file")
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no {what}'s file at {path}: check the path, or save one first") from None
     if not _is_whole(content):
         raise PosteriorError(
-            f"{path} is no {what}'s file, or was cut short: it lacks the end that torch.save writes; use another "
-            "copy, or fit the posterior again"
+            f"{path} is truncated, or not a {what}'s file: use another copy, or fit the posterior again"
         )
     try:
         return torch.load(content, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise PosteriorError(
-            f"{path} was not loaded: it is damaged, or holds Python objects other than tensors, numbers and strings, "
-            "which could run any code; use a file that posterior.save wrote"
+            f"cannot load {path}: it is damaged, or contains Python objects that could run arbitrary code. Use a file "
+            "written by posterior.save"
         ) from None
     except torch.cuda.OutOfMemoryError:
         raise
@@ -323,7 +328,7 @@ def digest(value: Any) -> str:
 
 
 def describe(state: Any) -> str:
-    """What an object is, for a message."""
+    """Describe an object for a message."""
     if not isinstance(state, Mapping):
         return f"an object of type {type(state).__name__}"
     if not state:
@@ -348,7 +353,7 @@ def _is_whole(content: Any) -> bool:
 
 
 def _damaged(path: str | PathLike[str]) -> str:
-    return f"{path} is damaged: its contents are not what was saved; use another copy, or fit the posterior again"
+    return f"{path} is damaged: its contents do not match its digest; use another copy, or fit the posterior again"
 
 
 def _file_system(path: str | PathLike[str]) -> tuple[Any, str]:

@@ -1,6 +1,6 @@
-"""`fit_laplace`: a trained network and its data to a `LaplacePosterior`, `θ ~ N(θ*, (H/T + Λ)⁻¹)`; see `laplace`.
+"""`fit_laplace` fits a `LaplacePosterior`, `θ ~ N(θ*, (H/T + Λ)⁻¹)`, to a trained network and its data; see `laplace`.
 
-Adding data to a posterior at the same weights. A fit stores sums over its data,
+`update` adds data to a posterior at the same weights. A fit stores sums over its data,
 
     H = Σₙ JₙᵀΛₙJₙ,    g = −Σₙ ∂ log p(yₙ | fₙ)/∂θ,    Σₙ log p(yₙ | fₙ),    Σₙ ‖(yₙ − fₙ)/σ‖²,    N,
 
@@ -54,7 +54,7 @@ from lightning_bayes.structures import LowRank
 
 @dataclass(frozen=True, eq=False)
 class LaplaceOptions:
-    """What `fit_laplace` and `LaplaceCallback` have in common. It raises for settings that no network could use."""
+    """The options that `fit_laplace` and `LaplaceCallback` share. Settings that work for no network raise an error."""
 
     structure: StructureOption
     subset: Any
@@ -67,7 +67,7 @@ class LaplaceOptions:
     def of(
         structure: Any, subset: Any, curvature: Any, prior_precision: Any, prior: Any, gp: Any = None
     ) -> LaplaceOptions:
-        """From words or option objects."""
+        """Make the options from words or option objects."""
         chosen, subset = structure_option(structure), read_option("subset", subset, Subnetwork, lambda word: word)
         curvature = read_option("curvature", curvature, FisherMC, lambda word: word)
         if isinstance(subset, Subnetwork):  # single weights of a layer have no Kronecker form
@@ -78,9 +78,9 @@ class LaplaceOptions:
             chosen = Full() if chosen.kind in ("kron", "auto") else chosen
         given = prior_option(prior)
         if chosen.kind == "auto" and isinstance(given.posterior, GaussianPosterior):
-            chosen = structure_option(given.posterior.precision.word or "kron")  # that can be added to it
+            chosen = structure_option(given.posterior.precision.word or "kron")  # so they can be added
         if isinstance(subset, str) and subset == "auto" and (given.mean is not None or given.posterior is not None):
-            subset = "all"  # the prior does not choose
+            subset = "all"  # the prior covers specific weights, so `auto` cannot choose
         δ = plain_values(prior_precision)
         points = gp if gp is None or isinstance(gp, GP) else GP(points=count("gp", gp))
         return LaplaceOptions(chosen, plain_values(subset), curvature, δ, given, points)
@@ -93,19 +93,24 @@ class LaplaceOptions:
         damping, has_many = self.structure.damping, torch.as_tensor(self.prior_precision).numel() > 1
         if damping is not None and has_many:
             raise ValueError(
-                f"damping={damping!r} takes one prior precision for all layers, not a prior_precision of each"
+                f"damping={damping!r} needs one prior precision for all layers: pass one number as prior_precision"
             )
         posterior = self.prior.posterior
         if posterior is None:
             return
         if has_many:
             raise PriorError(
-                "with a posterior as prior=, prior_precision is one factor on its precision: pass one number"
+                "with a posterior as prior=, prior_precision is a factor on that posterior's precision: pass one number"
             )
         if self.gp is not None:
-            raise ValueError("gp= belongs to a prior with independent weights, not to prior= another posterior")
+            raise ValueError(
+                "gp= needs a prior with independent weights, so prior= cannot be a posterior: leave one of them out"
+            )
         if damping is not None:
-            raise ValueError(f"damping={damping!r} is for one prior precision, not for prior= another posterior")
+            raise ValueError(
+                f"damping={damping!r} needs a plain prior precision, so prior= cannot be a posterior: leave one of "
+                "them out"
+            )
         if isinstance(posterior, (str, PathLike)) or self.structure.kind == "full":
             return
         if not self.structure.sums_with_prior or posterior.precision.word != self.structure.kind:
@@ -118,13 +123,13 @@ class LaplaceOptions:
         return replace(self, prior=prior)
 
     def check_tuning(self, tuning: Tuning | None, likelihood: Likelihood) -> None:
-        """Raise, before a fit, for a tuning that its posterior could not do."""
+        """Raise an error before the fit if the posterior could not be tuned this way."""
         if tuning is None:
             return
         tune, damping, joins = tuning.method, self.structure.damping, self.prior.posterior is not None
         if tuning.groups is not None and (damping is not None or joins):
             why = (
-                f"damping={damping!r} takes one prior precision"
+                f"damping={damping!r} needs one prior precision"
                 if damping
                 else "prior= has one factor on its precision"
             )
@@ -147,8 +152,8 @@ class LaplaceOptions:
             )
 
 
-DETERMINED = 0.95  # a low rank is too low if γ is above this share of it
-COUNTS = 0.1  # an eigenvalue matters above this share of the prior precision
+DETERMINED = 0.95  # a rank is too low if γ exceeds this share of it
+COUNTS = 0.1  # an eigenvalue matters if it exceeds this share of the prior precision
 
 
 def fit_laplace(
@@ -168,31 +173,32 @@ def fit_laplace(
     seed: int = 0,
     progress: bool = False,
 ) -> LaplacePosterior:
-    """A Laplace posterior around the weights of a trained network: one pass over `loader`, or as many as the structure
-    takes.
+    """Fit a Laplace posterior around the weights of a trained network, in one pass over `loader`, or more if the
+    structure needs them.
 
     Args:
-        network: maps x to f(x): logits, or the mean of a regression. It does not change.
+        network: maps x to f(x): logits, or the mean of a regression. It is not changed.
         loader: an iterable of `(x, y)`, of dicts with `labels`, or of graphs.
         likelihood: "classification", "binary", "regression", or a `Likelihood` such as `Gaussian(noise_std=0.3)`.
         structure: "kron", "ekfac" (a second pass), "diag", "full" or "lowrank" (several passes), or an option such as
-            `Kron(rank="auto")`. "auto" is "full" for a regression with at most 2,000 weights, or outputs over all
-            training examples, and "kron" otherwise. For a `Subnetwork`, "kron" and "auto" are "full".
-        subset: "all", "last_layer", "auto" (all weights, but the last layer of a network with more than a million
-            weights whose predictions would take more than about 20 forward passes), a list of parameter names, a mask
+            `Kron(rank="auto")`. "auto" is "full" for a regression with at most 2,000 weights, or at most 2,000 outputs
+            over all training examples, and "kron" otherwise. For a `Subnetwork`, "kron" and "auto" are "full".
+        subset: "all", "last_layer", "auto" (all weights, or only the last layer if the network has more than a million
+            weights and a prediction would take more than about 20 forward passes), a list of parameter names, a mask
             over the weights, or a `Subnetwork`.
         curvature: "ggn", "fisher_mc" (or `FisherMC(samples=3)`), "empirical_fisher", or "auto": "ggn", but "fisher_mc"
-            for images and other outputs at many positions, where the exact GGN takes a backward pass for each.
+            for outputs at many positions, such as images, where the exact GGN takes a backward pass for each output.
         prior_precision: a number, one per layer, or one per parameter. A mean loss with weight decay `wd` is
             `prior_precision = N·wd`.
         prior: `Prior(mean=…, temperature=…)`, or another posterior over the same weights; `prior_precision` is then a
             factor on its precision.
         gp: training points to keep for `predict(x, "gp")`: a number, or `GP(points=…, outputs=…)`.
-        output: the key, attribute or index of f in what the network returns, by default a tensor, or its `logits`; or
-            `Network(output=…, class_dim=…)`, where `class_dim` is the dimension of f that counts classes.
-        processes: those that share the data, each with every `size`-th example from its `rank`.
+        output: the key, attribute or index of f in the network's return value, by default the value itself if it is a
+            tensor, or its `logits`; or `Network(output=…, class_dim=…)`, where `class_dim` is the dimension of f that
+            counts classes.
+        processes: the processes that share the data; each has every `size`-th example, starting at its `rank`.
         probe: an input to trace the network on, for a process whose share of the data may be empty.
-        seed: of everything that is drawn.
+        seed: seed for all random draws.
         progress: show a progress bar.
     """
     options = LaplaceOptions.of(structure, subset, curvature, prior_precision, prior, gp)
@@ -211,7 +217,7 @@ def fit_posterior(
     progress: bool = False,
     dry_run: bool = False,
 ) -> LaplacePosterior:
-    """`fit_laplace` with its options read. A `dry_run` leaves out the expensive parts (see `fit_curvature`)."""
+    """`fit_laplace` with parsed options. A `dry_run` skips the expensive parts (see `fit_curvature`)."""
     read = output_option(output)
     network = read_as(uncompiled(network), read.output, read.class_dim)
     points = None if options.gp is None else PointSelection(options.gp, network, seed, processes)
@@ -242,7 +248,7 @@ def from_curvature(
     damping: str | None = None,
     prior: GaussianPrior | None = None,
 ) -> LaplacePosterior:
-    """The Laplace posterior around the network's present weights with this curvature."""
+    """The Laplace posterior around the network's current weights with this curvature."""
     network = network if curvature.output.is_default else wrap_output(network, curvature.output)
     with torch.inference_mode(False), torch.no_grad():
         mean = curvature.subset.flatten(network).to(curvature.structure.dtype)
@@ -251,16 +257,16 @@ def from_curvature(
 
 
 def warn_of_rank(posterior: LaplacePosterior, tuned: bool = True) -> None:
-    """Warn if a low rank leaves out eigenvalues that matter beside the prior: those lost to rounding, or, once the
-    prior is tuned, those beyond a rank that the data determine completely."""
+    """Warn if a low rank omits eigenvalues that matter compared with the prior: those lost to rounding or, after
+    tuning, those beyond the rank if the data determine all eigenpairs within it."""
     H = posterior.curvature.structure
     if not isinstance(H, LowRank) or not H.is_truncated or H.rank >= min(H.size, posterior.curvature.n_outputs):
         return
     lost, δ = H.rounding / posterior.temperature, float(posterior.prior_precision.min())
     if lost > COUNTS * δ:
         warn(
-            "structure='lowrank' cannot tell eigenvalues below %.2g from rounding in %s. They matter beside the prior "
-            "precision of %.2g, so variances are too large: fit a float64 copy of the network, or use "
+            "structure='lowrank' cannot distinguish eigenvalues below %.2g from rounding errors in %s. They matter "
+            "at the prior precision of %.2g, so variances are too large: fit a float64 copy of the network, or use "
             "structure='full'",
             lost,
             str(H.dtype).removeprefix("torch."),
@@ -269,7 +275,7 @@ def warn_of_rank(posterior: LaplacePosterior, tuned: bool = True) -> None:
     elif tuned and (γ := float(posterior.effective_parameters)) > DETERMINED * H.rank:
         warn(
             "the data determine all %d eigenpairs of structure='lowrank' (γ = %.1f) and may determine more. Without "
-            "them variances are too large and the evidence too high: raise rank=, or tune on validation data",
+            "the others variances are too large and the evidence too high: raise rank=, or tune on validation data",
             H.rank,
             γ,
         )
@@ -319,7 +325,9 @@ def _check_updatable(posterior: LaplacePosterior) -> None:
     if posterior.curvature.kind not in FITTED or posterior.curvature.gradient is None:
         raise PosteriorError("data can only be added to a posterior that was fitted to data: fit one with fit_laplace")
     if posterior.shift is not None:
-        raise PosteriorError("a refined posterior belongs to its data: update the fitted one, and refine it again")
+        raise PosteriorError(
+            "data cannot be added to a refined posterior: update the fitted posterior, then refine it again"
+        )
     if posterior.points is not None:
         raise PosteriorError("the training points of predictive='gp' come from the original data: refit on all data")
     if H.word not in UPDATABLE:

@@ -5,9 +5,9 @@ points, the outputs at `x*` are Gaussian with mean `f(x*; θ̃)` and covariance
 
     Σ* = K** − K*M S (I + SᵀK_MM S)⁻¹ SᵀK_M*,
 
-This is eq. (15) in a form that allows a singular `Λ`, such as a softmax has. With all training points and the full GGN
-it is the covariance of the GLM predictive. To make up for `M < N` points, the prior's precision is multiplied by `N/M`,
-as in the paper, which tunes a factor on it.
+This form of eq. (15) allows a singular `Λ`, such as that of a softmax. With all training points and the full GGN it
+equals the covariance of the GLM predictive. To compensate for `M < N` points, the prior's precision is multiplied by
+`N/M`, as in the paper, which tunes a factor on it.
 
 Outputs are treated jointly, or independently with the diagonal of `Λ`, which costs `C·M³` instead of `(C·M)³`.
 """
@@ -33,8 +33,8 @@ _CROSS = 2**22  # entries of the kernel between points and inputs, per chunk
 
 
 def process_gaussian(posteriors: Sequence[GaussianPosterior], x: Any) -> tuple[Tensor, list[Tensor]]:
-    """The mean of the outputs `[B, ...]`, and the covariance of each example `[B, C, C]` for posteriors that differ in
-    their priors; in one backward pass if the priors differ by a factor."""
+    """The mean of the outputs `[B, ...]`, and the covariance of each example `[B, C, C]` for posteriors that differ
+    only in their priors. This takes one backward pass if the priors differ by a factor."""
     conditioned = [_with_points(posterior) for posterior in posteriors]
     first = conditioned[0]
     ratios = [(posterior.prior_precision / first.prior_precision).flatten() for posterior in conditioned]
@@ -56,15 +56,15 @@ def _with_points(posterior: GaussianPosterior) -> LaplacePosterior:
         )
     if posterior.prior.precision is not None:
         raise PosteriorError(
-            "predictive='gp' is for a prior with independent weights, and this posterior's prior is another posterior: "
-            "use predictive='glm'"
+            "predictive='gp' needs a prior with independent weights, but this posterior's prior is another "
+            "posterior: use predictive='glm'"
         )
     return posterior
 
 
 class GaussianProcess:
-    """The process of a posterior, conditioned on its training points. Every call passes that posterior again: a stored
-    one would be a reference cycle."""
+    """The process of a posterior, conditioned on its training points. Methods take the posterior as an argument,
+    because storing it would create a reference cycle."""
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -114,7 +114,7 @@ class GaussianProcess:
         return (S.mT @ K.flatten(2)).flatten(0, 1)
 
     def _points(self, posterior: LaplacePosterior) -> Iterator[tuple[Tensor, Factors]]:
-        """Chunks of points, with their roots."""
+        """Yield chunks of points with their roots."""
         for rows, part in self._kept.parts(posterior):
             yield (self._S[:, rows] if self._independent else self._S[rows]), part
 
@@ -127,7 +127,7 @@ class GaussianProcess:
             rows, column = slice(row, row := row + len(one.f) * (1 if self._independent else S.shape[-1])), 0
             for T, other in self._points(posterior):
                 columns = slice(column, column := column + len(other.f) * (1 if self._independent else T.shape[-1]))
-                if columns.start > rows.start:  # by symmetry
+                if columns.start > rows.start:  # filled by symmetry
                     break
                 K = self._weighted(S, kernel(one, other, self._independent))
                 block = K * T.mT if self._independent else (T.mT @ K.mT.unflatten(0, T.shape[:2])).flatten(0, 1).mT

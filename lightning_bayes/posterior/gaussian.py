@@ -1,15 +1,16 @@
-"""`GaussianPosterior`: a Gaussian over a network's weights, `q(θ) = N(mean, precision⁻¹)`. Every method returns one.
+"""`GaussianPosterior`: a Gaussian over a network's weights, `q(θ) = N(mean, precision⁻¹)`. All inference methods return
+one.
 
-A posterior holds its network and never changes it. Weight samples run through functional calls. The linearised model is
-taken at the network's weights, which must still be the mean.
+A posterior holds its network and never changes it. Weight samples are evaluated by functional calls. The network is
+linearised at its weights, which must not have changed since the fit.
 
-`Calibration` is a correction of one predictive and link, found on held-out data. For class and binary labels it is a
+A `Calibration` corrects one predictive and link. It is found on held-out data. For class and binary labels it is a
 temperature `T`. Applied to the *outputs*, it divides them before integration, `f/T`: the mean becomes `m/T` and the
-covariance `Σ/T²`, so no `T` can compensate for a covariance that is too wide. Applied to the *probabilities*, it comes
-after integration, `p^(1/T)`, and can. For real targets the correction is a factor on the predictive variance. Neither
-changes the posterior over the weights or its evidence.
+covariance `Σ/T²`, so no `T` can compensate for a covariance that is too wide. Applied to the *probabilities*, after
+integration, `p^(1/T)`, it can. For real targets the correction is a factor on the predictive variance. Neither changes
+the posterior over the weights or its evidence.
 
-The registry of posterior methods that a higher layer implements, such as `predict` and `tune_prior`.
+`implements` registers posterior methods that a higher layer implements, such as `predict` and `tune_prior`.
 
 Imports point one way, so `posterior` never imports `evidence` or `predictive`. The posterior declares the method with
 its signature and documentation, and the higher layer registers the function that does the work:
@@ -21,8 +22,8 @@ its signature and documentation, and the higher layer registers the function tha
         def predict(self, x, ...):
             return implementation("predict")(self, x, ...)
 
-`import lightning_bayes` imports every layer, so each method has its implementation. A function that works on the shards
-of a sharded network says so with `sharded=True`; all others raise an error for a sharded posterior.
+`import lightning_bayes` imports every layer, so each method has its implementation. A function that supports the shards
+of a sharded network is registered with `sharded=True`; all others raise an error for a sharded posterior.
 """
 
 from __future__ import annotations
@@ -83,16 +84,16 @@ def implementation(method: str) -> Callable[..., Any]:
 
 Posterior = TypeVar("Posterior", bound="GaussianPosterior")
 NEEDS_WHOLE = "needs the whole network on every process, but its weights are sharded"
-PLACES = ("outputs", "probs")  # where a temperature applies
+PLACES = ("outputs", "probs")  # what a temperature applies to
 
 
 class PosteriorError(RuntimeError):
-    """The posterior cannot do what it was asked to; the message says what can."""
+    """Raised if a posterior does not support a call; the message names an alternative."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The correction of predictions by `predictive` and `link`."""
+    """A correction of predictions made with `predictive` and `link`."""
 
     predictive: str  # "glm", "gp", "bnn" or "map"
     link: str
@@ -107,8 +108,8 @@ def _laplace_only(what: str) -> Callable[..., Any]:
 
     def refuse(posterior: GaussianPosterior, *_: Any, **__: Any) -> Any:
         raise PosteriorError(
-            f"{type(posterior).__name__} does not keep curvature and prior apart and so has no {what}; "
-            "fit_laplace gives a LaplacePosterior that does"
+            f"{type(posterior).__name__} does not store curvature and prior separately, so it has no {what}: use a "
+            "LaplacePosterior from fit_laplace"
         )
 
     return refuse
@@ -118,7 +119,7 @@ def _laplace_only(what: str) -> Callable[..., Any]:
 class GaussianPosterior:
     """`q(θ) = N(mean, precision⁻¹)` over the weights of `subset`. All other weights keep the network's values."""
 
-    is_sharded: ClassVar[bool] = False  # whether vectors hold this process's shards only
+    is_sharded: ClassVar[bool] = False  # whether vectors contain only this process's shards
 
     network: nn.Module
     subset: Subset
@@ -129,8 +130,8 @@ class GaussianPosterior:
     fingerprint: Tensor  # of all weights and buffers of the network
     calibrations: tuple[Calibration, ...] = ()  # at most one for each predictive and link
     shift: Tensor | None = None  # mean − the network's weights, for a refined posterior [P]
-    plans: PlanCache = field(default_factory=PlanCache)  # mutable, but a cache: it changes no result
-    known_novelty: Tensor | None = None  # of held-out inputs, ascending [n]
+    plans: PlanCache = field(default_factory=PlanCache)  # a mutable cache that never changes a result
+    known_novelty: Tensor | None = None  # novelty of held-out inputs, ascending [n]
 
     @property
     def device(self) -> torch.device:
@@ -141,11 +142,11 @@ class GaussianPosterior:
         return next(iter(self.subset.parameters(self.network).values())).device
 
     def is_elsewhere(self) -> bool:
-        """Whether the network is now on another device than the posterior."""
+        """Whether the network and the posterior are now on different devices."""
         return self._network_device != self.device
 
     def check_whole(self, what: str) -> None:
-        """Raise for a posterior whose weights are sharded over processes; `what` names the call."""
+        """Raise an error if the weights are sharded over processes; `what` names the call."""
         if self.is_sharded:
             raise PosteriorError(
                 f"{what} {NEEDS_WHOLE}: use predictive='bnn' or 'map', or gather(network) for an ordinary posterior"
@@ -155,9 +156,9 @@ class GaussianPosterior:
         return one_line(self)
 
     def summary(self) -> PosteriorSummary:
-        """The posterior block by block: parameters, size, memory, prior and effective number of parameters γ; and its
-        noise, evidence and calibrations. `print` shows a table. Under sharding, the blocks are those of this process,
-        and all processes must call it."""
+        """Summarise the parameters, size, memory, prior and effective number of parameters γ of each block, and the
+        noise, evidence and calibrations. `print` shows a table. Under sharding, it lists this process's blocks, and all
+        processes must call it."""
         return summarise(self)
 
     def to(self: Posterior, device: str | torch.device) -> Posterior:
@@ -199,8 +200,8 @@ class GaussianPosterior:
         return 0.5 * (self.precision.logdet() - distance - self.subset.size * math.log(2 * math.pi))
 
     def penalty(self, network: nn.Module) -> Tensor:
-        """`½ (θ − mean)ᵀ P (θ − mean)` for the current weights `θ` of `network`, differentiable in them: the posterior
-        as a prior for training on other data. It belongs to a *sum* of negative log-likelihoods; divide it by the
+        """`½ (θ − mean)ᵀ P (θ − mean)` for the current weights `θ` of `network`, differentiable in them. It makes the
+        posterior a prior for training on other data. Add it to a *sum* of negative log-likelihoods; divide it by the
         number of examples if the loss is their mean."""
         self.check_whole("penalty")
         weights = check_network(network)
@@ -231,8 +232,8 @@ class GaussianPosterior:
         observe: Observer | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """`functional` for several precisions (several priors of one fit) in one backward pass. `form` is one of the
-        covariance forms of `output_gaussian`, `approximate` makes many priors as cheap as one, and `observe` gets the
-        passes of the network."""
+        covariance forms of `output_gaussian`, `approximate` makes many priors as cheap as one, and `observe` is called
+        with each pass of the network."""
         self.check_whole("functional")
 
         def gaussian(x: Any) -> list[Tensor]:
@@ -275,12 +276,12 @@ class GaussianPosterior:
             predictive: "glm" (the linearised network), "gp" (the same in function space, for a posterior with training
                 points), "bnn" (weight samples through the network itself), "map", or an option such as
                 `GLM(link="probit", samples=100)`.
-            generator: of random samples ("bnn", "mc", many outputs). The same state gives every input the same
-                prediction, in any batch.
-            calibrated: use what `calibrate` found for this predictive and link, if it was called.
-            differentiable: keep the graph to `x`, whose gradient an acquisition function is optimised by.
-            split: tell epistemic from aleatoric uncertainty. Where a link has no closed form for it, this averages
-                over as many fixed points as the predictive has `samples`. Without it `epistemic` and `aleatoric` are
+            generator: generator for random samples ("bnn", "mc", many outputs). With the same state, an input gets the
+                same prediction in any batch.
+            calibrated: apply the correction that `calibrate` found for this predictive and link, if any.
+            differentiable: keep the graph to `x`, for example to optimise an acquisition function.
+            split: separate epistemic from aleatoric uncertainty. If the link has no closed form for this, it averages
+                over as many fixed points as the predictive has `samples`. If False, `epistemic` and `aleatoric` are
                 NaN, and `mutual_information` is None.
         """
         return implementation("predict")(
@@ -294,9 +295,9 @@ class GaussianPosterior:
         )
 
     def novelty(self, x: Any) -> Tensor:
-        """The share of a weak prior's variance that the data have left at each input, from 0 to 1: a score of unknown
-        inputs that is comparable between inputs, at the cost of one forward pass. It belongs to the last layer's
-        weights and is the same for every prior (see `predictive.novelty`).  # [B]"""
+        """Score how unknown each input is, from 0 to 1: the share of a weak prior's variance that the data have not
+        removed. Scores are comparable between inputs and cost one forward pass. They depend only on the last layer's
+        weights and are the same for every prior (see `predictive.novelty`).  # [B]"""
         return implementation("novelty")(self, x)
 
     def sample_function(
@@ -305,10 +306,12 @@ class GaussianPosterior:
         """Draw a function from the posterior, `x ↦ f(x)`; see `FunctionDraw`.
 
         Args:
-            generator: draws the weights and advances, so the next call gives another function. Without one, the global
-                random state determines the function and does not change: calls repeat until something else draws.
+            generator: draws the weights and advances, so the next call returns another function. Without one, the
+                global random state determines the function and is not advanced, so repeated calls return the same
+                function.
             predictive: "glm" (the linearised network) or "bnn" (the network itself).
-            n: the number of functions, as a first dimension of the outputs; by default one, without that dimension.
+            n: the number of functions, which is the first dimension of the outputs; by default one function, without
+                that dimension.
         """
         return implementation("sample_function")(self, generator, predictive, n)
 
@@ -320,19 +323,19 @@ class GaussianPosterior:
         of: str = "outputs",
         seed: int = 0,
     ) -> Posterior:
-        """The same posterior with one number found on held-out data, in one pass over `loader`: for class and binary
-        labels a temperature, the one with the best likelihood; for real targets a factor on the predictive variance,
-        the mean of (y − m)²/v.
+        """Return the same posterior with one number found in one pass over held-out data. For class and binary labels,
+        it is the temperature with the best likelihood. For real targets, it is a factor on the predictive variance, the
+        mean of (y − m)²/v.
 
         It only affects predictions with this predictive and link; `functional`, `sample` and the evidence do not
         change.
 
         Args:
             loader: held-out batches `(x, y)`.
-            predictive: as in `predict`; without a link, the one that is best with a temperature is used.
-            of: the temperature's place: the network's "outputs" `f/T`, or the predicted "probs" `p^(1/T)`, which can
-                also make up for a posterior that is too wide.
-            seed: of what is drawn.
+            predictive: as in `predict`; if it has no link, the link that scores best with a temperature is used.
+            of: what the temperature applies to: the network's "outputs" `f/T`, or the predicted "probs" `p^(1/T)`,
+                which can also compensate for a posterior that is too wide.
+            seed: seed for random draws.
         """
         return implementation("calibrate")(self, loader, predictive, of, seed)
 
@@ -349,22 +352,22 @@ class GaussianPosterior:
         free_classes: int = 5,
         allow_empty: bool = False,
     ) -> Conformal:
-        """Sets of classes, or intervals of real targets, that hold the target with probability `level`: one pass over
-        held-out data that were used for nothing else, neither training nor tuning nor calibration. Under several
-        processes call it on one of them.
+        """Make sets of classes, or intervals of real targets, that contain the target with probability `level`. It
+        takes one pass over held-out data that were not used for training, tuning or calibration. With several
+        processes, call it on only one of them.
 
         Args:
             loader: held-out batches `(x, y)`.
             level: the probability that a new example's target is in its set, averaged over examples.
-            method: of classes: "aps" (larger sets for difficult examples), "raps" (the same, with unlikely classes kept
-                out) or "lac" (the smallest sets on average); see `conformal_scores`.
+            method: the score of classes: "aps" (larger sets for difficult examples), "raps" (the same, with unlikely
+                classes kept out) or "lac" (the smallest sets on average); see `conformal_scores`.
             predictive: as in `predict`; "map" makes sets of the plain network.
-            seed: of what is drawn, and of the randomised scores.
-            randomised: "aps" and "raps" with a random part, without which sets are larger than they need to be.
-            penalty: λ of "raps", for each class in a set beyond `free_classes`.
-            free_classes: k₀ of "raps".
-            allow_empty: sets may be empty, as they have to be for a coverage of exactly `level` where the network is
-                right more often than that. By default the likeliest class is always among them.
+            seed: seed for random draws and randomised scores.
+            randomised: add a random part to "aps" and "raps"; without it, sets are larger than necessary.
+            penalty: λ of "raps", the penalty for each class in a set beyond `free_classes`.
+            free_classes: k₀ of "raps", the number of classes without a penalty.
+            allow_empty: allow empty sets. A coverage of exactly `level` requires them if the network is right more
+                often than that. By default every set contains the likeliest class.
         """
         return implementation("conformalize")(
             self, loader, level, method, predictive, seed=seed,
@@ -372,7 +375,7 @@ class GaussianPosterior:
         )  # fmt: skip
 
     def calibration_of(self, predictive: str, link: str | None = None) -> Calibration | None:
-        """The calibration of this predictive and link, if any; without `link`, of the link calibrated last."""
+        """The calibration of this predictive and link, if any; without `link`, the most recent one."""
         of_predictive = [c for c in self.calibrations if c.predictive == predictive]
         if predictive in ("glm", "gp") and link is not None:
             of_predictive = [c for c in of_predictive if c.link == link]
@@ -420,8 +423,8 @@ class GaussianPosterior:
     def from_state_dict(
         network: nn.Module, state: dict[str, Any], likelihood: Likelihood | None = None
     ) -> GaussianPosterior:
-        """The posterior with this state, on the network's device. A likelihood class without a `name` is not stored:
-        pass the likelihood again."""
+        """Restore a posterior from its state, on the network's device. A likelihood class without a `name` is not
+        stored, so pass the likelihood again."""
         return implementation("from_state_dict")(network, state, likelihood)
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -438,7 +441,7 @@ class GaussianPosterior:
             path: the file, folder or checkpoint.
             network: the network with the weights that the posterior was fitted to.
             likelihood: required if the likelihood's class has no `name`.
-            name: the callback's name, if a checkpoint holds several posteriors.
+            name: the callback's name, if a checkpoint contains several posteriors.
         """
         return implementation("load")(path, network, likelihood, name)
 
@@ -449,11 +452,12 @@ class GaussianPosterior:
 
 
 def check_parameters(network: nn.Module, subset: Subset) -> None:
-    """Raise if the network lacks a parameter of the subset, or has it in another shape."""
+    """Raise an error if the network lacks a parameter of the subset, or has it with a different shape."""
     shapes = {name: p.shape for name, p in network.named_parameters()}
     for name, shape in zip(subset.names, subset.shapes, strict=True):
         if shapes.get(name) != shape:
             other = "no such parameter" if name not in shapes else f"shape {tuple(shapes[name])}"
             raise PosteriorError(
-                f"the posterior belongs to another network: it has {name} of shape {tuple(shape)}, this one has {other}"
+                f"the posterior belongs to another network: it has {name} of shape {tuple(shape)}, but this network "
+                f"has {other}"
             )

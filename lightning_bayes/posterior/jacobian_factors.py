@@ -1,6 +1,6 @@
-"""The Jacobian of a network at some inputs, kept by layers, with the scaled weights `S^½`: `J̃ = J S^½`.
+"""The Jacobian of a network at some inputs, stored layer by layer and scaled by `S^½`: `J̃ = J S^½`.
 
-The Jacobians `[B, C, P]` are never built. A layer is kept in the smallest of three forms, and every product is a sum
+The Jacobians `[B, C, P]` are never built. A layer is stored in the smallest of three forms, and every product is a sum
 over the layers:
 
 - `Gram`, for one position and one scale: the layer's inputs `a`, with a one for the bias, and the output gradients `g`.
@@ -13,8 +13,8 @@ over the layers:
 - `Shared`, inputs and gradients at all positions, from which the rows are computed for a few of the layer's outputs at
   a time.
 
-With `S = diag(1/δ)`, `J̃J̃ᵀ` is the kernel of the linearised network (GLM paper, eq. (14)). Kernels are sums in float64:
-a posterior variance is a small difference of them.
+With `S = diag(1/δ)`, `J̃J̃ᵀ` is the kernel of the linearised network (GLM paper, eq. (14)). Kernels are summed in
+float64, because a posterior variance is a small difference between them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_bayes.network.float64 import in_float64
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.structures import Layout
 
-HELD = 2**30  # bytes: larger factors are computed again in every pass over them
+HELD = 2**30  # bytes: larger factors are recomputed in every pass
 
 ALL = slice(None)
 
@@ -59,7 +59,7 @@ class Factors:
         return Factors(self.f, {layout: layer.in_float64() for layout, layer in self.layers.items()})
 
     def push(self, v: Tensor, places: dict[Layout, Tensor]) -> Tensor:
-        """`J̃v`, where each layer has its weights at these places of `v`.  # [..., P] -> [..., B, C]"""
+        """`J̃v`, where `places` are the positions of each layer's weights in `v`.  # [..., P] -> [..., B, C]"""
         total = v.new_zeros(*v.shape[:-1], len(self.f), self.n_outputs)
         for layout, layer in self.layers.items():
             total += layer.push(v[..., places[layout]])
@@ -72,7 +72,7 @@ class Factors:
 
     @staticmethod
     def concatenated(parts: Sequence[Factors]) -> list[Factors]:
-        """All parts as one, if they have the same layers in the same form."""
+        """Concatenate the parts if they have the same layers in the same form; otherwise return them unchanged."""
         first = parts[0].layers
         forms = [{layout: layer.form for layout, layer in part.layers.items()} for part in parts]
         if any(form != forms[0] for form in forms):
@@ -83,8 +83,8 @@ class Factors:
 
 @torch.no_grad()
 def kernel(one: Factors, other: Factors, independent: bool) -> Tensor:
-    """The kernel between all outputs of two sets of examples `[B, C, B′, C]`, or with `independent` that of each output
-    `[C, B, B′]`."""
+    """The kernel between all outputs of two sets of examples `[B, C, B′, C]`, or with `independent` the kernel of each
+    output `[C, B, B′]`."""
     _check_forms(one, other)
     B, M, K = len(one.f), len(other.f), one.n_outputs
     total = in_float64(one.f).new_zeros((K, B, M) if independent else (B, K, M, K))
@@ -105,8 +105,8 @@ def own_kernel(one: Factors, independent: bool) -> Tensor:
 
 
 class KeptFactors:
-    """The factors of some inputs. They are kept if that takes at most `HELD` bytes. Every call passes the posterior
-    again: a stored one would be a reference cycle."""
+    """The factors of some inputs, kept in memory if they take at most `HELD` bytes. Methods take the posterior as an
+    argument, because storing it would create a reference cycle."""
 
     def __init__(self, posterior: GaussianPosterior, δ: Tensor, xs: Sequence[Any], in_float64: bool = False) -> None:
         self._δ, self._xs, self._in_float64 = δ, xs, in_float64
@@ -120,7 +120,7 @@ class KeptFactors:
         self._kept = Factors.concatenated(kept)
 
     def parts(self, posterior: GaussianPosterior) -> Iterator[tuple[slice, Factors]]:
-        """Chunks of examples, with their positions."""
+        """Yield chunks of examples with their positions."""
         start = 0
         for part in self._computed(posterior) if self._kept is None else self._kept:
             yield slice(start, start := start + len(part.f)), part
@@ -144,7 +144,7 @@ def factors(posterior: GaussianPosterior, δ: Tensor, x: Any, most: int | None =
 
 
 def places(layout: Layout, subset: Subset) -> Tensor:
-    """The places of a layer's weights in the flat vector of the subset, in the order of the layer's rows.  # [p]"""
+    """The positions of a layer's weights in the flat vector of the subset, in the order of the layer's rows.  # [p]"""
     index = layout.gather(torch.arange(subset.full_size, device="cpu")).reshape(layout.shape).transpose(0, 1).flatten()
     if subset.mask is None:
         return index
@@ -395,7 +395,8 @@ def _smallest(a: Tensor, g: Tensor, scale: Tensor, masked: bool) -> LayerFactors
 
 
 def _check_forms(one: Factors, other: Factors) -> None:
-    """Layers are identified by the position of their weights. Inputs of another shape may split them differently."""
+    """Raise an error if the layers are split differently, as may happen for inputs of another shape. Layers are
+    identified by the position of their weights."""
     for layout in one.layers.keys() ^ other.layers.keys():
         unlike = other if layout in one.layers else one
         starts = {piece.start for piece in layout.pieces}
@@ -407,7 +408,7 @@ def _check_forms(one: Factors, other: Factors) -> None:
 
 
 def _outer_sum(M: Tensor, a: Tensor, b: Tensor, symmetric: bool) -> Tensor:
-    """`Σₙ Mₙ ⊗ aₙbₙᵀ`; where `M` is symmetric and `a` is `b`, by a quarter of the products.
+    """`Σₙ Mₙ ⊗ aₙbₙᵀ`. If `M` is symmetric and `a` is `b`, a quarter of the products is enough.
     # [N, p, q], [N, i], [N, j] -> [p·i, q·j]"""
     N, p, q = M.shape
     if not symmetric:
@@ -433,7 +434,7 @@ def _inner(Σ: Tensor, a: Tensor, b: Tensor, symmetric: bool) -> Tensor:
 
 
 def _pairs(n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of indices `x ≤ y`, and the number of the pair of any two."""
+    """All pairs of indices `x ≤ y`, and a table of the number of each pair."""
     x, y = torch.triu_indices(n, n, device=device)
     number = torch.empty(n, n, dtype=torch.long, device=device)
     number[x, y] = number[y, x] = torch.arange(len(x), device=device)

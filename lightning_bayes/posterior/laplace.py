@@ -1,7 +1,7 @@
-"""`LaplacePosterior`: its precision is curvature plus prior, `P = H/T + Λ` (GLM paper, eq. (12)), kept apart.
+"""`LaplacePosterior`: its precision is curvature plus prior, `P = H/T + Λ` (GLM paper, eq. (12)), stored separately.
 
-`H = Σₙ JₙᵀΛₙJₙ` does not depend on the prior, and depends on a Gaussian's noise only by a factor. So the posterior
-knows its evidence for any prior and noise (see `evidence`). The prior is `N(m, Λ⁻¹)`, by default with `m = 0` and
+`H = Σₙ JₙᵀΛₙJₙ` does not depend on the prior, and a Gaussian's noise only scales it. The posterior can therefore
+compute its evidence for any prior and noise (see `evidence`). The prior is `N(m, Λ⁻¹)`, by default with `m = 0` and
 `Λ = diag(δ)` (see `prior`).
 """
 
@@ -35,7 +35,7 @@ Laplace = TypeVar("Laplace", bound="LaplacePosterior")
 
 
 class DeferredPrecision:
-    """A prior precision that is computed on first use. Until then a snapshot of an optimizer (see `l2m`) costs one
+    """A prior precision that is computed on first use. Until then a snapshot of an optimizer (see `moments`) costs one
     vector instead of three.
 
     Args:
@@ -65,7 +65,7 @@ class LaplacePosterior(GaussianPosterior):
     prior: GaussianPrior = field(default_factory=GaussianPrior, kw_only=True)
     temperature: float = 1.0
     damping: str | None = None
-    points: TrainingPoints | None = None  # of its Gaussian process
+    points: TrainingPoints | None = None  # the training points of its Gaussian process
 
     @classmethod
     def around(
@@ -79,8 +79,8 @@ class LaplacePosterior(GaussianPosterior):
         damping: str | None = None,
         prior: GaussianPrior | None = None,
     ) -> Laplace:
-        """The posterior around these weights, which have this fingerprint. A `prior_precision` that is a function is
-        called on first use; the curvature must be diagonal then."""
+        """The posterior around the weights `mean` with this fingerprint. If `prior_precision` is a function, it is
+        called on first use, and the curvature must be diagonal."""
         posterior = cls(
             network=network,
             subset=curvature.subset,
@@ -150,7 +150,8 @@ class LaplacePosterior(GaussianPosterior):
         return per_layer_sums(in_float64(1 - self.prior_shares()), self.subset)
 
     def _determined(self, basis: Eigenbasis) -> Tensor:
-        """`λ/(λ + δ)` times the multiplicity of each column, without a difference from one that would cancel.  # [n]"""
+        """`λ/(λ + δ)` times the multiplicity of each column, computed without a subtraction from one that would
+        cancel.  # [n]"""
         δ, λ = in_float64(self.prior_precision), basis.values / self.temperature
         return basis.counts * (λ / (λ + (δ if δ.ndim == 0 else δ[basis.groups])))
 
@@ -167,8 +168,8 @@ class LaplacePosterior(GaussianPosterior):
         return self.curvature.structure.eigenbasis(vectors, None if groups is None else groups.to(device))
 
     def prior_shares(self) -> Tensor:
-        """`δᵢ [P⁻¹]ᵢᵢ`, the share of the prior in each weight. If the prior is another posterior, terms of `tr(ΛP⁻¹)`
-        that have the right sum over each layer.  # [P]"""
+        """`δᵢ [P⁻¹]ᵢᵢ`, the share of the prior in each weight. If the prior is another posterior, these are terms of
+        `tr(ΛP⁻¹)` that have the right sum over each layer.  # [P]"""
         if self.prior.precision is None:
             return per_parameter(self.prior_precision, self.subset) * self.precision.inverse_diagonal()
         return self.precision.trace_terms(self.prior_matrix())
@@ -182,7 +183,7 @@ class LaplacePosterior(GaussianPosterior):
     def check_exact_sum(self, what: str) -> None:
         if not self.has_exact_sum:
             raise PosteriorError(
-                f"{what} belongs to the exact sum of curvature and prior: fit without damping, and with prior= of "
+                f"{what} needs the exact sum of curvature and prior: fit without damping, and with prior= of "
                 "structure='full' or 'diag'"
             )
 
@@ -193,8 +194,8 @@ class LaplacePosterior(GaussianPosterior):
         return is_whole and self.curvature.gradient is not None
 
     def check_optimum(self, what: str) -> None:
-        """Raise if the linear model has no optimum: along a direction that the curvature leaves out, the gradient would
-        lead to infinity."""
+        """Raise an error if the linear model has no optimum: in a direction that the curvature omits, the gradient
+        would lead to infinity."""
         if self.curvature.structure.is_truncated:
             raise PosteriorError(
                 f"{what} needs the curvature in all directions of the gradient, but "
@@ -215,8 +216,8 @@ class LaplacePosterior(GaussianPosterior):
     ) -> Tensor:
         """The evidence, a pure and differentiable function of prior and noise (by default the posterior's).
 
-        `at="weights"` treats the weights as a mode of the loss. `at="optimum"` of the linearised model (see `evidence`)
-        does not.
+        `at="weights"` treats the weights as a mode of the loss. `at="optimum"` uses the optimum of the linearised model
+        instead (see `evidence`).
         """
         self.check_whole("the evidence")
         return implementation("log_marginal_likelihood")(self, prior_precision, noise_std, at)
@@ -240,9 +241,8 @@ class LaplacePosterior(GaussianPosterior):
     def in_float64(self: Laplace) -> Laplace:
         """The same posterior with a curvature, prior and mean in float64."""
         mean = in_float64(self.mean)
-        structure = self.curvature.structure.to(mean.device).to(
-            dtype=mean.dtype
-        )  # a device without float64 comes first
+        # Move first: the device may not support float64.
+        structure = self.curvature.structure.to(mean.device).to(dtype=mean.dtype)
         prior = self.prior.to(self.mean.to(mean.device)).to(mean)
         curvature, δ = replace(self.curvature, structure=structure), in_float64(self.prior_precision)
         return replace(self, mean=mean, curvature=curvature, prior=prior, given_precision=δ)
@@ -269,7 +269,7 @@ class LaplacePosterior(GaussianPosterior):
         return implementation("update")(self, loader, progress, processes, probe)
 
     def with_noise(self, noise_std: float | Tensor) -> LaplacePosterior:
-        """The same fit with another noise of its Gaussian likelihood."""
+        """The same fit with a different noise in its Gaussian likelihood."""
         self.check_whole("with_noise")
         with torch.inference_mode(False), torch.no_grad():
             ρ = self.noise_ratio(vector("noise_std", noise_std, LikelihoodError))
@@ -312,20 +312,20 @@ class LaplacePosterior(GaussianPosterior):
         progress: bool = False,
         processes: Processes | None = None,
     ) -> LaplacePosterior:
-        """A new posterior with the prior (and, for regression by evidence, the noise) tuned.
+        """Return a posterior with a tuned prior and, for regression by evidence, a tuned noise.
 
         Args:
-            method: "auto" (what measures best), "marglik" (gradients of the evidence), "mackay" (its fixed point),
-                "linear" (the evidence at the linear model's optimum) or "grid" (validation data); or an option such as
-                `Tuning("linear", groups="layers")`.
+            method: "auto" (by held-out data if there are any), "marglik" (gradients of the evidence), "mackay" (its
+                fixed point), "linear" (the evidence at the linear model's optimum) or "grid" (validation data); or an
+                option such as `Tuning("linear", groups="layers")`.
             loader: batches `(x, y)`: validation data for "auto" and "grid"; the training data for `iterate=True`, and
-                for a posterior that has seen no data, as that of L2M.
+                for a posterior that has seen no data, such as that of L2M.
             predictive: for "auto" and "grid": as in `predict`.
-            calibrate: for "auto": "probs" or "auto" keeps a temperature of the probabilities, "outputs" one of the
-                network's outputs, and None none.
-            seed: for "auto" and "grid": of what is drawn.
+            calibrate: for "auto": the temperature to keep, for the probabilities ("probs" or "auto") or the network's
+                outputs ("outputs"); None keeps none.
+            seed: for "auto" and "grid": seed for random draws.
             progress: for `iterate=True`: show a progress bar.
-            processes: for `iterate=True`: those that share the data.
+            processes: for `iterate=True`: the processes that share the data.
         """
         with preserved_rng(self.device), torch.autocast(self.device.type, enabled=False):
             return implementation("tune_prior")(self, method, loader, predictive, calibrate, seed, progress, processes)
@@ -340,8 +340,8 @@ class LaplacePosterior(GaussianPosterior):
         seed: int = 0,
         progress: bool = False,
     ) -> LaplacePosterior:
-        """The posterior of the linearised network around its own optimum, with the same prior and structure. Its
-        predictions are those of the linearised network. The mean belongs to this prior and noise: to change them,
+        """Return the posterior of the linearised network around its own optimum, with the same prior and structure. Its
+        predictions are those of the linearised network. The mean depends on the prior and noise: to change these,
         refine the fitted posterior again.
 
         Args:
@@ -380,7 +380,7 @@ class LaplacePosterior(GaussianPosterior):
         fitted = self.curvature.log_likelihood
         if fitted is None:
             raise PosteriorError(
-                "this posterior was made without a pass over the data and does not know their likelihood: use "
+                "this posterior was computed without a pass over the data, so it has no log-likelihood: use "
                 "with_log_likelihood(loader), or pass loader= when tuning"
             )
         if self.likelihood.tunable_noise is None:
@@ -390,8 +390,8 @@ class LaplacePosterior(GaussianPosterior):
 
     @property
     def squared_error(self) -> Tensor:
-        """`Σ (y − f)²/σ²` over all outputs. Its lower bound, the squared rounding error of `σ`, matters for a network
-        that interpolates its data."""
+        """`Σ (y − f)²/σ²` over all outputs. It is at least the squared rounding error of `σ`, which matters for a
+        network that interpolates its data."""
         error = self.curvature.squared_error
         if error is None:
             raise PosteriorError(
@@ -408,7 +408,8 @@ class LaplacePosterior(GaussianPosterior):
             return one
         if self.likelihood.tunable_noise is None:
             raise PosteriorError(
-                f"noise_std belongs to a Gaussian likelihood, but this posterior has {type(self.likelihood).__name__}"
+                f"noise_std needs a Gaussian likelihood, but this posterior has {type(self.likelihood).__name__}: "
+                "leave it out"
             )
         vector("noise_std", noise_std, LikelihoodError)
         σ, new = (number_like(s, one) for s in (self.likelihood.tunable_noise, noise_std))
@@ -418,7 +419,7 @@ class LaplacePosterior(GaussianPosterior):
         first = ratio.flatten()[0]
         if not comparable or not torch.allclose(ratio.detach(), first.detach(), rtol=1e-5):
             raise PosteriorError(
-                "the noise of several outputs can only be changed by a common scale after the fit: pass the fitted "
+                "after the fit, the noise of several outputs can only be changed by a common factor: pass the fitted "
                 "noise_std times one number, or fit again"
             )
         return first

@@ -10,7 +10,7 @@ the second line. The paper writes the prior's *variance* `1/λ` where it means a
 
 | optimizer                       | buffer       | v̂                                                       |
 |---------------------------------|--------------|----------------------------------------------------------|
-| Adam, AdamW, NAdam, RAdam       | `exp_avg_sq` | `v / (1 − β₂ᵗ)`; AMSGrad too: its maximum is no average   |
+| Adam, AdamW, NAdam, RAdam       | `exp_avg_sq` | `v / (1 − β₂ᵗ)`, also for AMSGrad (not its maximum)      |
 | RMSprop                         | `square_avg` | `v / (1 − αᵗ)`                                           |
 | Adadelta                        | `square_avg` | `v / (1 − ρᵗ)`                                           |
 | Adagrad                         | `sum`        | `(v − v₀) / t`, with `v₀` its `initial_accumulator_value` |
@@ -19,13 +19,13 @@ All are averages of the squared gradients over steps `1 … t`. Fused, foreach a
 buffers.
 
 Without `prior_precision`, the prior is the one that weight decay `wd` corresponds to: `δ = N·wd/c` if the decay is part
-of the gradient. AdamW applies it beside the gradient. Its stationary point is `∇ + wd·(√v̂ + ε)·θ = 0`, which gives
-`δᵢ = N·wd·(√v̂ᵢ + ε)/c`. In the paper's form, `δ = wd`.
+of the gradient. AdamW applies the decay separately from the gradient. Its stationary point is `∇ + wd·(√v̂ + ε)·θ = 0`,
+which gives `δᵢ = N·wd·(√v̂ᵢ + ε)/c`. In the paper's form, `δ = wd`.
 
-A weight without a gradient (of a ReLU unit that is never active) has `v̂ᵢ = 0`, and this formula would leave it with a
-prior of only `ε`. AdamW's step is then `−lr·wd·θ`, a step of plain gradient descent on the penalty `wd/2·θ²`, so the
-weight gets the prior of that penalty, `N·wd/c`. A weight counts as dead if its `√v̂ᵢ + ε` is below a thousandth of the
-value at the mean of its parameter's `v̂`.
+A weight without a gradient (such as that of a ReLU unit that is never active) has `v̂ᵢ = 0`, and this formula would
+leave it with a prior of only `ε`. AdamW's step is then `−lr·wd·θ`, a step of plain gradient descent on the penalty
+`wd/2·θ²`, so the weight gets the prior that corresponds to this penalty, `N·wd/c`. A weight counts as dead if its
+`√v̂ᵢ + ε` is below a thousandth of the value at the mean of its parameter's `v̂`.
 
 `WeightMoments`: the running mean and variance of weights along an optimizer's path, the diagonal of SWAG.
 
@@ -33,7 +33,7 @@ For `S` snapshots `θ_s` (Maddox et al. 2019, section 3.3)
 
     θ ~ N(θ_SWA, diag(Σ)),    θ_SWA = Σ_s θ_s / S,    Σ = Σ_s θ_s² / S − θ_SWA²,
 
-accumulated by Welford's rule, which loses no digits if weights move little. A weight that has not moved gets the
+accumulated by Welford's algorithm, which stays accurate if weights move little. A weight that has not moved gets the
 variance of its rounding error, `(ε·max(|θ|, rms θ))²`, so every precision is finite.
 
 The running statistics of batch norms belong to the weights of training steps, not to their mean. `update_statistics`
@@ -74,7 +74,7 @@ DEAD = 1e-3  # a weight is dead if its √v̂ + ε is below this share of its pa
 
 
 class OptimizerError(RuntimeError):
-    """An optimizer that keeps no second moment, or has made no step; the message says which optimizers work."""
+    """Raised if an optimizer keeps no second moment or has made no step; the message says what to use instead."""
 
 
 def fit_l2m(
@@ -115,7 +115,7 @@ def fit_l2m(
     check_l2m(prior_precision, loss_scale)
     given, sharded = mean_only(prior), is_sharded(network)
     if given.mean is not None and sharded:
-        raise PosteriorError("prior= belongs to the evidence, which a sharded posterior does not have")
+        raise PosteriorError("prior= only affects the evidence, which a sharded posterior does not have: leave it out")
     reshard(network)
     parameters = trainable(network)
     moments = second_moments(optimizers if isinstance(optimizers, (list, tuple)) else [optimizers], parameters)
@@ -147,21 +147,21 @@ def fit_l2m(
 
 
 def mean_only(prior: Any) -> Prior:
-    """The option that `prior=` means, which may set a mean only."""
+    """Read `prior=`, which may set only a mean."""
     given = prior_option(prior)
     check_prior(given)
     if given.posterior is not None or given.temperature != 1:
-        raise ValueError("L2M takes the prior's mean only, Prior(mean=…): use fit_laplace for another prior")
+        raise ValueError("L2M accepts only the prior's mean, Prior(mean=…): use fit_laplace for another prior")
     return given
 
 
 def fisher_factor(n_data: int, batch_size: float) -> float:
-    """`N·B·(N − 1)/(N − B)`: from the variance of a minibatch's mean gradient to the sum over the dataset."""
+    """`N·B·(N − 1)/(N − B)`, which converts the variance of a minibatch's mean gradient to the sum over the dataset."""
     N, B = n_data, batch_size
     if B >= N:
         raise PosteriorError(
             f"a batch of all {N} examples always has the same gradient, zero at the optimum, so its second moment "
-            "says nothing of the curvature: train with smaller batches, or use scaling='paper'"
+            "says nothing about the curvature: train with smaller batches, or use scaling='paper'"
         )
     return N * B * (N - 1) / (N - B)
 
@@ -180,7 +180,7 @@ def default_loss_scale(likelihood: Likelihood, n_outputs: int) -> float:
 
 
 def check_l2m(prior_precision: Any, loss_scale: Any) -> None:
-    """Check the arguments that need no optimizer."""
+    """Check the arguments that do not depend on the optimizer."""
     if prior_precision is not None:
         check_precision(prior_precision)
     if loss_scale is not None:
@@ -198,7 +198,7 @@ def _curvature(moments: dict[str, SecondMoment], factor: float, with_eps: bool) 
 
 
 def _vector(moments: dict[str, SecondMoment]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """An empty vector over all parameters, and its parts.  # [P]"""
+    """An uninitialised vector over all parameters, and its parts.  # [P]"""
     buffers = [m.buffer for m in moments.values()]
     dtype = torch.promote_types(buffers[0].dtype, torch.float32)
     flat = torch.empty(sum(b.numel() for b in buffers), dtype=dtype, device=buffers[0].device)
@@ -210,8 +210,8 @@ def _warn_of_no_decay(moments: dict[str, SecondMoment]) -> None:
     if without:
         names = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
         warn(
-            f"the optimizer has no weight decay for {names}, which gets a prior precision of 1: give prior_precision=, "
-            "or tune it"
+            f"the optimizer has no weight decay for {names}, which gets a prior precision of 1: pass "
+            "prior_precision=, or tune it"
         )
 
 
@@ -229,11 +229,13 @@ class DecayPrior:
 
     @property
     def follows_curvature(self) -> bool:
-        """Whether it is a function of `v̂`, and so of the curvature. AMSGrad's depends on the maximum of `v̂`."""
+        """Whether the prior is a function of `v̂`, and so of the curvature. AMSGrad's depends on the maximum of `v̂`
+        instead."""
         return any(self._decoupled) and all(m.largest is m.buffer and not m.offset for m in self.moments.values())
 
     def at_curvature(self, H: Tensor, factor: float) -> DecayPrior:
-        """The same prior as a function of the curvature `H = factor · v̂`: training changes the optimizer's buffers."""
+        """The same prior as a function of the curvature `H = factor · v̂`, because training changes the optimizer's
+        buffers."""
         parts = H.split([m.buffer.numel() for m in self.moments.values()])
         moments = {
             name: replace(m, buffer=part, largest=part, correction=1 / factor)
@@ -276,7 +278,7 @@ def _means(buffers: list[Tensor], processes: Processes) -> list[float]:
     return [mean or overall for mean in (sums / counts).tolist()]
 
 
-Decay = Callable[[dict[str, Any]], float]  # of the average, for a parameter group
+Decay = Callable[[dict[str, Any]], float]  # the decay of the average, for a parameter group
 
 
 def _beta2(group: dict[str, Any]) -> float:
@@ -304,7 +306,7 @@ class SecondMoment:
     largest: Tensor  # AMSGrad divides its step by the root of this; for all others it is the buffer
     eps: float
     weight_decay: float
-    decoupled: bool  # whether weight decay is applied beside the gradient (AdamW)
+    decoupled: bool  # whether weight decay is separate from the gradient (AdamW)
 
     def scaled(self, factor: float = 1.0, out: Tensor | None = None) -> Tensor:
         """`factor · v̂` in at least float32, in one pass; `out` is flat."""
@@ -313,7 +315,7 @@ class SecondMoment:
         return torch.mul(v if out is None else v.reshape(-1), self.correction * factor, out=out)
 
     def denominator(self, out: Tensor | None = None) -> Tensor:
-        """`√v̂ + ε`, which Adam and its relatives divide a step by; `out` is flat."""
+        """`√v̂ + ε`, by which Adam and similar optimizers divide a step; `out` is flat."""
         v = widen(self.largest)
         return torch.mul(v if out is None else v.reshape(-1), self.correction, out=out).sqrt_().add_(self.eps)
 
@@ -333,7 +335,7 @@ def second_moments(optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.
     if not owners:
         raise OptimizerError("no optimizer holds a parameter of the network: pass the one that trained it")
     if not moments:
-        raise OptimizerError("the optimizer has made no step and holds no second moment yet: train first")
+        raise OptimizerError("the optimizer has made no step yet, so it has no second moment: train first")
     return {name: moments[name] for name in parameters if name in moments}
 
 
@@ -374,8 +376,8 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
     """The optimizer inside a wrapper such as Lightning's or those of `torch.distributed.optim`."""
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise OptimizerError(
-            "ZeroRedundancyOptimizer keeps each second moment on one process only: use the optimizer that it wraps, or "
-            "ModelParallelStrategy, which shards weights and second moments alike"
+            "ZeroRedundancyOptimizer keeps each second moment on one process only: use the optimizer that it wraps, "
+            "or ModelParallelStrategy, which shards both weights and second moments"
         )
     for attribute in ("_optimizer", "optimizer", "optim"):
         inner = getattr(optimizer, attribute, None)
@@ -453,7 +455,7 @@ class WeightMoments:
         return GaussianPosterior(network, subset, likelihood, mean, Diagonal(precision), n_data, weights)
 
     def state(self) -> dict[str, Any]:
-        """Copies, because training may continue while a checkpoint is written."""
+        """A copy of the state, because training may continue while a checkpoint is written."""
         mean, squares = ({name: t.clone() for name, t in part.items()} for part in (self.mean, self.squares))
         return {"snapshots": self.snapshots, "mean": mean, "squares": squares}
 

@@ -1,11 +1,11 @@
 """`GaussianPrior`: the prior `N(m, Λ⁻¹)` of a Laplace posterior, up to its strength `δ`, the prior precision:
 
     Λ = diag(δ)      around `m`, which is zero or pretrained weights,
-    Λ = δ·P₀         of another posterior `N(m, P₀⁻¹)`, for data that arrive one set after the other.
+    Λ = δ·P₀         of another posterior `N(m, P₀⁻¹)`, for datasets that arrive one after another.
 
 With the curvature `H` of the new data, the sum `P = H + Λ` is exact for full and diagonal matrices. The sum of two
-Kronecker products is not a Kronecker product. There the factors are added, which is an approximation (Ritter et al.
-2018, "Online structured Laplace approximations for overcoming catastrophic forgetting").
+Kronecker products is not a Kronecker product. In that case, the factors are added, which is an approximation (Ritter et
+al. 2018, "Online structured Laplace approximations for overcoming catastrophic forgetting").
 
 A prior precision is one number, one per layer, or one per parameter.
 """
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from lightning_bayes.posterior.gaussian import GaussianPosterior
 
 Weights = Tensor | Mapping[str, Tensor]
-_ONE_FACTOR = "with prior=, prior_precision is one factor on its precision: pass one number"
+_ONE_FACTOR = "with a posterior as prior=, prior_precision is a factor on that posterior's precision: pass one number"
 
 
 class PriorError(ValueError):
-    """A prior that does not fit the posterior: of the wrong size or sign, or over other weights."""
+    """Raised if a prior does not fit the posterior: it has the wrong size or sign, or covers other weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,21 +93,21 @@ class GaussianPrior:
 
 
 def check_prior(prior: Prior) -> None:
-    """Check what does not depend on the network; files are checked once they are read."""
+    """Check everything that does not depend on the network; files are checked when they are read."""
     from lightning_bayes.posterior.gaussian import GaussianPosterior
 
     posterior, mean = (None if isinstance(given, (str, PathLike)) else given for given in (prior.posterior, prior.mean))
     if posterior is not None:
         if not isinstance(posterior, GaussianPosterior):
-            raise PriorError(f"prior must be a posterior, as fit_laplace returns one, got {format_value(posterior)}")
+            raise PriorError(f"prior must be a posterior, such as one from fit_laplace, got {format_value(posterior)}")
         if posterior.is_sharded:
             raise PriorError("prior= is sharded over processes: pass prior.gather(network)")
     elif isinstance(mean, Mapping):
         if "fingerprint" in mean:
-            raise PriorError("the prior's mean must hold weights, but this is a posterior's file: pass prior=file")
+            raise PriorError("the prior's mean must contain weights, but this is a posterior's file: pass prior=file")
         for name, value in mean.items():
             if not isinstance(value, Tensor):
-                raise PriorError(f"the prior's mean must hold tensors, got {format_value(value)} for {name!r}")
+                raise PriorError(f"the prior's mean must contain tensors, got {format_value(value)} for {name!r}")
     elif isinstance(mean, Tensor):
         if mean.ndim != 1 or not mean.is_floating_point():
             raise PriorError(f"the prior's mean must be a vector of weights [P], got {format_value(mean)}")
@@ -117,7 +117,8 @@ def check_prior(prior: Prior) -> None:
 
 
 def check_fits(prior: Prior, network: nn.Module, subset: str | Sequence[str] | Tensor) -> None:
-    """Check before a pass that the prior is over the same weights. Only a pass finds the last layer."""
+    """Check before a pass over the data that the prior covers the same weights. The last layer is only known after a
+    pass."""
     if (prior.posterior is None and prior.mean is None) or (isinstance(subset, str) and subset == "last_layer"):
         return
     GaussianPrior.of(prior, resolve_subset(network, subset, ()))
@@ -130,7 +131,7 @@ def _check_same_subset(prior: GaussianPosterior, subset: Subset) -> None:
     )
     if (own.names, own.shapes) != (subset.names, subset.shapes) or not same_mask:
         raise PriorError(
-            f"prior= is over {own.size} weights ({format_names(own.names, 2)}), but the fit is over {subset.size} "
+            f"prior= covers {own.size} weights ({format_names(own.names, 2)}), but the fit covers {subset.size} "
             f"({format_names(subset.names, 2)}): choose the same subset= of the same network"
         )
 
@@ -156,13 +157,13 @@ def _flat(weights: Weights, subset: Subset) -> Tensor:
 
 def _check_values(name: str, weights: Tensor) -> None:
     if weights.is_meta or not weights.is_floating_point():
-        raise PriorError(f"the prior's mean must hold real numbers, but {name} is {format_value(weights)}")
+        raise PriorError(f"the prior's mean must contain real numbers, but {name} is {format_value(weights)}")
     if not weights.isfinite().all():
         raise PriorError(f"the prior's mean has NaN or infinite weights in {name}")
 
 
 def check_precision(prior_precision: Any) -> None:
-    """Check what does not depend on the network."""
+    """Check everything that does not depend on the network."""
     _check_positive(vector("prior_precision", prior_precision, PriorError))
 
 

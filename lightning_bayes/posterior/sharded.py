@@ -47,7 +47,7 @@ VECTORS = ("curvature", "prior_precision", "mean")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ShardedPosterior(LaplacePosterior):
-    """A `LaplacePosterior` whose vectors hold this process's shards, `[p]`. All processes must call its methods."""
+    """A `LaplacePosterior` whose vectors contain this process's shards, `[p]`. All processes must call its methods."""
 
     is_sharded: ClassVar[bool] = True
     precision: ShardedDiagonal
@@ -127,20 +127,20 @@ class ShardedPosterior(LaplacePosterior):
         return not changed
 
     def gather(self, network: nn.Module) -> LaplacePosterior:
-        """The ordinary posterior, for a `network` that holds all weights."""
+        """The ordinary posterior, for a `network` that has all weights."""
         H, δ, θ = (self.gathered(t) for t in (self.curvature.structure.diagonal(), self.prior_precision, self.mean))
         if not torch.equal(self.subset.flatten(network).to(θ), θ):
-            raise PosteriorError("the network's weights are not those of the posterior: load the matching weights")
+            raise PosteriorError("the network's weights do not match the posterior: load the matching weights")
         return from_curvature(network, replace(self.curvature, structure=Diagonal(H)), δ)
 
     def gathered(self, vector: Tensor) -> Tensor:
-        """A sharded vector as a whole, on every process.  # [p] -> [P]"""
+        """Gather a whole sharded vector on every process.  # [p] -> [P]"""
         if vector.ndim == 0:
             return vector
         return torch.cat([whole(t).reshape(-1) for t in self._by_parameter(vector).values()])
 
     def _by_parameter(self, vector: Tensor) -> dict[str, Tensor]:
-        """A sharded vector as one tensor per parameter, distributed as the parameter is."""
+        """Split a sharded vector into one tensor per parameter, distributed like the parameter."""
         reshard(self.network)
         shards, parts = self.precision.shards, self.precision.split(vector)
         return {
@@ -149,7 +149,8 @@ class ShardedPosterior(LaplacePosterior):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Each vector as one tensor per parameter, distributed as the parameter is; everything else is plain."""
+        """Each vector is stored as one tensor per parameter, distributed like the parameter; all other values are
+        plain."""
         vectors = (self.curvature.structure.diagonal(), self.prior_precision.expand_as(self.mean), self.mean)
         return {
             "format": FORMAT,
@@ -188,7 +189,7 @@ class ShardedPosterior(LaplacePosterior):
         vectors = {vector: state.pop(vector) for vector in VECTORS}
         buffer = io.BytesIO()
         torch.save(state, buffer)
-        plain = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)  # a checkpoint holds only tensors
+        plain = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)  # checkpoints store only tensors
         with _quiet():
             writer = checkpoint.FileSystemWriter(str(path), overwrite=True)
             checkpoint.save({"plain": plain, **vectors}, storage_writer=writer)
@@ -200,8 +201,8 @@ class ShardedPosterior(LaplacePosterior):
         likelihood: str | Likelihood | None = None,
         name: str | None = None,
     ) -> ShardedPosterior:
-        """Read a folder that `save` wrote, for a network with any sharding; all processes must call it. A folder holds
-        one posterior, so `name` has no effect."""
+        """Read a folder that `save` wrote, for a network with any sharding; all processes must call it. A folder
+        contains one posterior, so `name` has no effect."""
         state = _read(path, network)
         return ShardedPosterior.from_state_dict(network, state, None if likelihood is None else resolve(likelihood))
 
@@ -217,8 +218,8 @@ def _read(path: str | PathLike[str], network: nn.Module) -> dict[str, Any]:
     parameters = {name: p for name, p in network.named_parameters() if shapes.get(name) == p.shape}
     for name in shapes.keys() - parameters.keys():
         raise PosteriorError(
-            f"the posterior belongs to another network: it has {name} of shape {tuple(shapes[name])}, this one "
-            "has no such parameter"
+            f"the posterior belongs to another network: it has {name} of shape {tuple(shapes[name])}, but this "
+            "network has no such parameter"
         )
     state: dict[str, Any] = {"plain": torch.empty(stored["plain"].size, dtype=torch.uint8)}
     for vector in VECTORS:
@@ -260,7 +261,7 @@ def load_posterior(
         posterior.check_weights()
     except PosteriorError as error:
         raise PosteriorError(
-            f"{path}: {error}. A callback's file belongs to the last weights; for other weights, load a checkpoint, "
-            "which holds their posterior"
+            f"{path}: {error}. A callback's file matches the last weights; for other weights, load a checkpoint, "
+            "which contains their posterior"
         ) from None
     return posterior

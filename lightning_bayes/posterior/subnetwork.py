@@ -91,10 +91,10 @@ class Subnetwork:
     def _largest(self, scores: Tensor, processes: Processes) -> Tensor:
         most = int((scores > -torch.inf).sum())
         if self.n > most:
-            raise SubsetError(f"Subnetwork(n={self.n}) asks for more weights than there are to choose from: {most}")
+            raise SubsetError(f"Subnetwork(n={self.n}) asks for more weights than the {most} that are available")
         positions = scores.argsort(descending=True, stable=True)[: self.n]
         if processes.rank > 0:
-            positions.zero_()  # rounding may differ between devices: all use those of rank 0
+            positions.zero_()  # rounding may differ between devices, so all processes use the choice of rank 0
         processes.sum_([positions])
         return positions.sort().values
 
@@ -103,8 +103,8 @@ class Subnetwork:
         if 2 * dead > self.n:
             warn(
                 "%d of the %d chosen weights have no curvature, because no training output depends on them (dead "
-                "units, or inputs that are always zero). Their variance is the prior's and so the largest: choose "
-                "by='magnitude', or by= the posterior of a SWAGCallback",
+                "units, or inputs that are always zero). Their variance equals the prior's, which is the largest "
+                "possible: choose by='magnitude', or by= the posterior of a SWAGCallback",
                 dead,
                 self.n,
             )

@@ -33,7 +33,7 @@ class BlockSummary:
 
     parameters: tuple[str, ...]
     form: str  # "kronecker", "dense" or "diagonal"
-    sizes: str  # of what it stores: "4×4 ⊗ 6×6", "31×31" or "31"
+    sizes: str  # sizes of the stored matrices: "4×4 ⊗ 6×6", "31×31" or "31"
     n_weights: int
     n_bytes: int
     prior_precision: tuple[float, float] | None  # the smallest and the largest
@@ -42,7 +42,7 @@ class BlockSummary:
 
 @dataclass(frozen=True)
 class PosteriorSummary:
-    """`print` shows a table; the fields hold the numbers."""
+    """`print` shows a table; the fields contain the numbers."""
 
     title: str
     blocks: tuple[BlockSummary, ...]
@@ -86,7 +86,7 @@ class PosteriorSummary:
 
 
 def summarise(posterior: GaussianPosterior) -> PosteriorSummary:
-    """The summary of any posterior; a value that it does not have is None."""
+    """Summarise any posterior; values that it does not have are None."""
     laplace = _as_laplace(posterior)
     δ = γ = evidence = None
     if laplace is not None:
@@ -165,7 +165,7 @@ def _as_laplace(posterior: GaussianPosterior) -> LaplacePosterior | None:
 
 
 def _matrix(posterior: GaussianPosterior) -> Structure:
-    """The stored matrix: the curvature, or the precision if the prior is not kept apart."""
+    """The stored matrix: the curvature, or the precision if the prior is not stored separately."""
     laplace = _as_laplace(posterior)
     return posterior.precision if laplace is None else laplace.curvature.structure
 
@@ -196,7 +196,7 @@ def _range(bounds: tuple[float, float] | None) -> str:
 
 
 def _names(parameters: tuple[str, ...]) -> str:
-    """`0.weight, 0.bias` as `0: weight, bias`, shortened to one line."""
+    """Write `0.weight, 0.bias` as `0: weight, bias`, shortened to one line."""
     layers: dict[str, list[str]] = {}
     for name in parameters:
         layers.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
@@ -205,7 +205,7 @@ def _names(parameters: tuple[str, ...]) -> str:
 
 
 def _table(rows: Iterator[list[str]]) -> Iterator[str]:
-    """Aligned columns: the first three to the left, numbers to the right."""
+    """Align the first three columns to the left, and numbers to the right."""
     lines = list(rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

@@ -1,7 +1,7 @@
 """The training points that a posterior in function space is conditioned on (see `function_space`).
 
-`M` of the `N` training points are kept, those with the smallest of `N` random numbers, each a function of the seed and
-of the example's index. So the choice does not depend on batches or on the number of processes.
+Each of the `N` training points gets a random number that is a function of the seed and of the example's index. The `M`
+points with the smallest numbers are kept, so the choice does not depend on batches or on the number of processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _JOINT = 4096  # up to this many outputs of all points, "auto" treats them jointly
 _LARGEST = 2**27  # entries of the kernel between all points
-_DRAW = -1  # the draw of `uniforms` for the choice of points; labels use 0, 1, …
+_DRAW = -1  # the draw number of `uniforms` that chooses points; labels use 0, 1, …
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +64,10 @@ class PointSelection:
         self._options, self._network, self._seed = options, network, seed
         self._processes = processes or Processes()
         self._best = _Smallest(network, options.points)
-        self._seen, self._C = 0, 0  # examples, and outputs of each
+        self._seen, self._C = 0, 0  # numbers of examples, and of outputs per example
 
     def watched(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """The loader, observed to keep points. A choice that cannot work raises at the first batch."""
+        """Iterate over the loader and keep points. An impossible choice raises an error at the first batch."""
         return ObservedLoader(self._network, check_loader(loader), self._keep)
 
     def put_into(self, posterior: LaplacePosterior) -> LaplacePosterior:
@@ -97,7 +97,7 @@ class PointSelection:
         f = _outputs(self._network, inputs.take(self._network, x, [0]))
         if f.ndim > 2:
             raise PosteriorError(
-                f"gp= is for outputs [B] and [B, C], but the network's have shape {list(f.shape)}: leave it out"
+                f"gp= supports outputs [B] and [B, C], but the network's have shape {list(f.shape)}: leave it out"
             )
         self._C = f.numel()
         if self._options.points is not None:
@@ -118,7 +118,7 @@ class PointSelection:
 
 
 class _Smallest:
-    """The examples with the smallest keys; the earlier ones among equal keys."""
+    """The examples with the smallest keys; ties go to the earlier examples."""
 
     def __init__(self, network: nn.Module, number: int | None) -> None:
         self._network, self._number = network, number
@@ -134,7 +134,7 @@ class _Smallest:
             self._parts = [self._smallest_of(self._parts)]
 
     def gathered(self, processes: Processes) -> tuple[Any, Tensor, Tensor]:
-        """Inputs, targets and positions of the smallest over all processes, in the order of the data."""
+        """Inputs, targets and positions of these examples over all processes, in the order of the data."""
         with processes.raising_together():  # examples of different shapes cannot be joined
             own = [self._smallest_of(self._parts)] if self._parts else []
         parts = [part for parts in processes.gather(own) for part in parts]
@@ -159,7 +159,7 @@ class _Examples:
         return order[self.keys[order].argsort(stable=True)[:number]]
 
     def take(self, network: nn.Module, rows: Tensor) -> _Examples:
-        """Copies on the CPU, so the batch can be freed."""
+        """Copy some rows to the CPU, so the batch can be freed."""
         x = inputs.to_device(inputs.take(network, self.x, rows.tolist()), torch.device("cpu"))
         return _Examples(self.keys[rows], self.index[rows], x, self.y[rows.to(self.y.device)].cpu())
 
@@ -189,7 +189,7 @@ def _cat(network: nn.Module, xs: list[Any]) -> Any:
 
 
 def _plain(x: Any) -> Any:
-    """`x` as tensors in tuples, lists and dictionaries, which a file can hold."""
+    """Convert `x` to tensors in tuples, lists and dictionaries, which a file can store."""
     x = plain_values(x)
     for leaf in pytree.tree_leaves(x):
         if not isinstance(leaf, (Tensor, bool, int, float, str, type(None))):

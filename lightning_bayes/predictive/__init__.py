@@ -1,4 +1,4 @@
-"""From a posterior and inputs to predictions with their uncertainty."""
+"""Compute predictions with uncertainty from a posterior and inputs."""
 
 from lightning_bayes.posterior.at_mean import outputs
 from lightning_bayes.predictive import auto, held_out, novelty, predict  # implement methods of posteriors

@@ -2,13 +2,13 @@
 
 **Classes.** For a well-trained network, the evidence at the trained weights chooses a posterior that is too wide for
 good probabilities, but width makes unknown inputs stand out. The rule therefore chooses the *widest* posterior that
-scores about as well as the best. Each prior gets the temperature of the probabilities that scores best. Among all
-priors (and the plain network, with zero covariance) whose mean negative log-likelihood is within one standard error of
-the best, where the error is that of paired differences, the smallest precision is chosen, but none below the evidence's
-choice. A prior `N(0, 1/10)` on `log T`, worth ten pseudo-examples, prevents extreme temperatures from few examples.
-Without held-out data, the evidence at the linear model's optimum chooses.
+scores about as well as the best. Each prior gets the temperature of the probabilities that scores best. Candidates are
+all priors (and the plain network, with zero covariance) whose mean negative log-likelihood is within one standard error
+(of the paired differences) of the best. Among these, the rule chooses the smallest precision that is not below the
+evidence's choice. A prior `N(0, 1/10)` on `log T`, worth ten pseudo-examples, prevents extreme temperatures from few
+examples. Without held-out data, the evidence at the linear model's optimum chooses the prior.
 
-**Real targets.** With a full matrix, prior and noise have the largest evidence of the linear model among noises of at
+**Real targets.** With a full matrix, prior and noise maximise the evidence of the linear model, with a noise of at
 least the training RMSE (see `linear_gaussian_maximum`). With another structure, whose evidence would choose too much
 noise, the noise is the training RMSE while the evidence chooses the prior. Held-out data then choose a factor `s = T²`
 on the predictive variance (`σ²` by `s`, `δ` by `1/s`), with the same prior on `log T`, and the tails: with `ν` degrees
@@ -60,7 +60,7 @@ from lightning_bayes.predictive.predict import MANY, NEGLIGIBLE, is_plain
 PRIORS = tuple(float(δ) for δ in torch.logspace(-4, 4, 25, dtype=torch.float64, device="cpu"))
 AS_IT_IS = LOG_TEMPERATURES.index(0.0)
 DOUBT = 10.0  # the precision of log T
-CLOSE = 0.002  # nats per example: nearer to the decision, a prior is scored exactly
+CLOSE = 0.002  # nats per example: priors nearer to the decision are scored exactly
 EVERY = slice(None)
 
 
@@ -73,7 +73,7 @@ def tune_auto(
     calibrate: str | None,
     seed: int,
 ) -> LaplacePosterior:
-    """The tuned posterior, by a few passes over held-out data (`loader`) and none over the training data."""
+    """Tune the prior in a few passes over held-out data (`loader`), without a pass over the training data."""
     scoring = Scoring(predictive, seed, "probs" if calibrate == "auto" else calibrate)
     scoring.check(posterior.likelihood)
     if loader is None:
@@ -81,16 +81,17 @@ def tune_auto(
     known = KnownInputs(posterior, check_loader(loader))
     chosen = known.keep_in(survey(posterior, known, scoring, tune=True, calibrate=calibrate is not None).on())
     if is_plain(chosen):
-        inform("the posterior adds nothing on the held-out data: predictions are the plain network's")
+        inform("the posterior does not improve the held-out scores: predictions are those of the plain network")
     return chosen
 
 
 def without_held_out_data(posterior: LaplacePosterior) -> LaplacePosterior:
-    """The posterior with the prior that the evidence chooses, if it is known. A prior that is a posterior stays."""
+    """The posterior with the prior that the evidence chooses, if the evidence is known. A prior that is a posterior is
+    kept."""
     if posterior.prior.precision is not None:
         return posterior
     if not posterior.curvature.knows_likelihood:
-        inform("no held-out data, and no pass over the training data: the prior stays")
+        inform("no held-out data, and no pass over the training data: the prior is kept")
         return posterior
     inform("no held-out data: the evidence chooses the prior")
     return by_evidence(posterior)
@@ -143,11 +144,11 @@ class Choice(ABC):
 
     @abstractmethod
     def on(self, examples: slice = EVERY) -> LaplacePosterior:
-        """The posterior chosen by these examples."""
+        """The posterior that these examples choose."""
 
     @abstractmethod
     def plain_on(self, examples: slice = EVERY) -> Calibration:
-        """The calibration of the plain network by these examples."""
+        """The calibration of the plain network on these examples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +169,7 @@ class PriorChoice(Choice):
         if not self.calibrate:
             return chosen
         scores = self._doubted(nll)[row] if self.tune else nll[row].mean(-1)
-        # For a point both places of a temperature are the same, and probabilities may round to zero.
+        # For a point, both temperatures are equivalent, but probabilities may round to zero.
         scoring = replace(self.scoring, of="outputs") if is_plain(chosen) else self.scoring
         return chosen.with_calibration(self._calibration(scores, scoring))
 
@@ -184,8 +185,9 @@ class PriorChoice(Choice):
         return nll.mean(-1) + 0.5 * DOUBT * t.square() / nll.shape[-1]
 
     def with_exact_scores(self, loader: Iterable[Any]) -> PriorChoice:
-        """After a survey with approximate covariances: exact scores of the best prior, of the chosen one and of those
-        near the decision, in further passes until all of these are exact. Data in another order keep their scores."""
+        """Replace approximate scores by exact ones, for the best prior, the chosen one and those near the decision.
+        Passes repeat until all of these are exact. If the loader changes the order of the data, the approximate scores
+        are kept."""
         nll, is_exact = self.nll, {len(self.priors)}  # the plain network
         while True:
             gaps, chosen = self._gaps(nll).tolist(), self._widest(nll)
@@ -267,7 +269,7 @@ def _has_noise(posterior: LaplacePosterior) -> bool:
 
 
 def _has_exact_evidence(posterior: LaplacePosterior) -> bool:
-    """Whether the evidence of the linear model is that of a linear regression, in closed form."""
+    """Whether the evidence of the linear model has the closed form of a linear regression."""
     curvature = posterior.curvature
     exact = curvature.structure.word == "full" and curvature.kind == "ggn" and posterior.temperature == 1
     return exact and _has_noise(posterior) and posterior.knows_optimum and posterior.prior.precision is None
@@ -287,7 +289,7 @@ def _at_training_noise(posterior: LaplacePosterior, scoring: Scoring) -> list[La
 
 
 def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
-    """Precisions from the one with the largest evidence upwards, or a few of them if each needs its own samples. A
+    """Precisions, starting at the one with the largest evidence, or only a few of them if each needs its own samples. A
     truncated curvature misses the `γ` of the omitted directions, so its `δ = γ/‖θ‖²` is too small; it only serves as a
     lower bound."""
     sampled = _is_sampled(posterior, scoring)
@@ -306,6 +308,6 @@ def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
 
 
 def _is_sampled(posterior: LaplacePosterior, scoring: Scoring) -> bool:
-    """Whether each prior costs a set of samples."""
+    """Whether each prior needs its own samples."""
     many = posterior.curvature.n_outputs > MANY * posterior.n_data or output_of(posterior.network).together
     return scoring.predictive.kind == "bnn" or many

@@ -9,7 +9,8 @@ A set holds all targets with a score of at most `q`. If the held-out examples an
 model has not seen them before, the set contains the new target with probability at least `level` and, without ties, at
 most `level + 1/(n + 1)`. This holds on average over examples and held-out data, not for each input.
 
-**Several outputs** (of a regression, or yes/no labels) have one quantile each, and the guarantee holds separately.
+**Several outputs** (of a regression, or yes/no labels) have one quantile each, and the guarantee holds for each
+separately.
 
 **Dense outputs**: examples are exchangeable, but the positions of one example are not. Let `Fᵢ(q)` be the share of
 example `i`'s positions whose score is at most `q`. For the smallest `q` with `Σᵢ Fᵢ(q) ≥ (n + 1)·level`, the sets
@@ -69,16 +70,16 @@ Predictor = GaussianPosterior | DeepEnsemble
 
 @dataclass(frozen=True, eq=False)
 class Conformal:
-    """Sets or intervals that hold the target with probability `level`.
+    """Sets or intervals that contain the target with probability `level`.
 
     `posterior.conformalize(loader, level)` makes one, and `Conformal.fit(prediction, y, level)` makes one from any
     `Prediction`, such as one of `trainer.predict`. Apply it only to predictions that are made in the same way.
     """
 
-    quantile: Tensor = field(repr=False)  # of the scores of each output, float64 [K]
+    quantile: Tensor = field(repr=False)  # quantile of the scores of each output, float64 [K]
     level: float
-    n_data: int  # held-out examples
-    kind: str  # of predictions
+    n_data: int  # number of held-out examples
+    kind: str  # kind of the predictions
     score: ClassScore | None = None  # None: |y − m| / s of real targets
     allow_empty: bool = False
     predictor: Predictor | None = field(default=None, repr=False)
@@ -98,7 +99,7 @@ class Conformal:
         seed: int = 0,
         ignore_index: int | None = -100,
     ) -> Conformal:
-        """From predictions of held-out examples and their targets; for the arguments see `conformalize`."""
+        """Make sets from predictions of held-out examples and their targets; for the arguments see `conformalize`."""
         instance("prediction", prediction, Prediction, "a Prediction; Prediction.cat joins batches")
         if ignore_index is not None:
             integer("ignore_index", ignore_index)
@@ -108,7 +109,8 @@ class Conformal:
         return _made(scores, score, level, allow_empty)
 
     def predict(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """`sets` or `interval` of the predictions at `x`, which are made as for the held-out examples."""
+        """Predict at `x` in the same way as for the held-out examples, and return `sets` or `interval` of the
+        result."""
         if self.predictor is None:
             raise PosteriorError(
                 "this Conformal has no posterior: use sets(prediction) or interval(prediction), or pass "
@@ -163,7 +165,7 @@ class Conformal:
         """Restore a `state_dict`; `predict` also needs the posterior or ensemble."""
         fields = dict(state) if isinstance(state, dict) else {}
         if fields.pop("format", None) != f"conformal {FORMAT}":
-            raise PosteriorError(f"the state holds no Conformal that this version reads: it is {describe(state)}")
+            raise PosteriorError(f"this version cannot read a Conformal from the state: it is {describe(state)}")
         if predictor is not None:
             instance("predictor", predictor, (GaussianPosterior, DeepEnsemble), "a posterior or a DeepEnsemble")
         score = fields.pop("score")
@@ -232,12 +234,12 @@ def _made(scores: TargetScores, score: ClassScore, level: float, allow_empty: bo
     flag("allow_empty", allow_empty)
     n = scores.n_examples
     if not n:
-        raise DataError("no held-out target counts: all are missing or marked as unknown (ignore_index)")
+        raise DataError("there are no held-out targets: all are missing or marked as unknown (ignore_index)")
     quantile = scores.quantile(level)
     if quantile.isinf().any():
         result = "intervals are infinite" if scores.kind == "regression" else "sets hold all classes"
         fewest = math.ceil(level / (1 - level) - 1e-6)
-        warn(f"{n} held-out examples cannot promise a level of {level:g}, so {result}: hold out at least {fewest}")
+        warn(f"{n} held-out examples cannot guarantee a level of {level:g}, so {result}: hold out at least {fewest}")
     kept = None if scores.kind == "regression" else score
     return Conformal(quantile, float(level), n, scores.kind, kept, allow_empty)
 
@@ -278,7 +280,7 @@ class TargetScores:
         scored = (self._of_real if self.kind == "regression" else self._of_classes)(prediction, y)
         scores, known = (t.cpu() for t in scored)  # [B, K, R]
         if not scores[known].isfinite().all():
-            raise DataError("held-out predictions or targets hold NaN or infinity: leave these examples out")
+            raise DataError("held-out predictions or targets contain NaN or infinity: leave these examples out")
         positions = known.sum(2, keepdim=True)  # [B, K, 1]
         weights = known.double() / positions.clamp_min(1)
         for parts, t in ((self._scores, scores), (self._weights, weights)):
@@ -368,7 +370,7 @@ class ClassScore:
 
 
 def class_probs(prediction: Prediction) -> Tensor:
-    """The probabilities as `[B, K, R, C]`: `K` separate labels (one, for classes) at `R` positions."""
+    """The probabilities as `[B, K, R, C]`: `K` separate labels (one for classes) at `R` positions."""
     probs = prediction.probs
     assert probs is not None
     probs = probs.to(accumulation_dtype(probs.device))
@@ -384,6 +386,6 @@ def by_output(t: Tensor) -> Tensor:
 
 
 def n_outputs(prediction: Prediction) -> int:
-    """The number of quantiles: the classes of one label share one."""
+    """The number of quantiles; the classes of one label share a quantile."""
     mean = mean_of(prediction)
     return 1 if prediction.kind == "classification" or mean.ndim == 1 else mean.shape[1]

@@ -1,18 +1,19 @@
 """Functions drawn from a posterior: a weight sample `θ_s ~ q(θ)`, and the network with these weights at any `x`.
 
 A draw of the network itself is `f(x; θ_s)`. A draw of the linearised network is `f(x; θ*) + J(x)(θ_s − θ*)` (GLM paper,
-eq. (10)), by Jacobian products and without the Jacobian (see `jacobian.products`). Thompson sampling looks next at the
-optimum of such a draw (Thompson 1933, "On the likelihood that one unknown probability exceeds another in view of the
-evidence of two samples").
+eq. (10)), computed by Jacobian products, without forming the Jacobian (see `jacobian.products`). Thompson sampling next
+evaluates the optimum of such a draw (Thompson 1933, "On the likelihood that one unknown probability exceeds another in
+view of the evidence of two samples").
 
-**Many classes.** If the `m` likeliest classes `L` hold nearly all of the predictive mass, only their outputs need an
-exact covariance `Σ` `[m, m]`, from `m` backward passes. The other classes follow the mean of the leading ones, with
-their residual variance:
+**Many classes.** If the `m` likeliest classes `L` have nearly all of the predictive probability, only their outputs
+need an exact covariance `Σ` `[m, m]`, from `m` backward passes. The other classes follow the mean of the leading ones,
+with their residual variance:
 
     f_L ~ N(m_L, Σ),    f_c = m_c + mean_L(f_L − m_L) + √v ε_c,    v = (tr Σ − 1ᵀΣ1/m) / (m − 1).
 
-This is exact up to `v/m` if all outputs have the covariance `τ² 11ᵀ + vI`. Where the leading classes hold `MASS`, its
-total variation from the exact predictive is .001 to .01, less than that of 100 functions. Other inputs get functions.
+This is exact up to `v/m` if all outputs have the covariance `τ² 11ᵀ + vI`. If the leading classes have at least a
+probability of `MASS`, its total variation from the exact predictive is .001 to .01, less than that of 100 functions.
+Other inputs use functions.
 
 The weight samples also give the moments of an **autoencoder** in its latent and output space (Laplacian autoencoders,
 figure 2), for any module with submodules `encoder` and `decoder`. Each sample `θ_s = (ψ_s, φ_s)` is an encoder `e_ψ`
@@ -50,7 +51,7 @@ from lightning_bayes.predictive.prediction import TensorFields
 CHUNK, MOST_CHUNK = 2**28, 2**30  # bytes of the samples that go through the network together
 SHARED = 2**30  # bytes of weight samples that batches share, and of draws of many classes
 LEADING = 16  # classes with an exact covariance
-MASS = 0.97  # of the predictive that the leading classes must hold
+MASS = 0.97  # the probability that the leading classes must have
 
 
 def sample_functions(
@@ -111,9 +112,9 @@ def _new_move(posterior: GaussianPosterior, generator: torch.Generator | None) -
 
 
 class SharedDraws(torch.Generator):
-    """A generator that keeps the weight samples drawn from it, up to `SHARED` bytes. In a state that it has been in
-    before, it returns the same sample without drawing it again. So batches share their samples, and the numbers are
-    those of any other generator:
+    """A generator that keeps the weight samples drawn from it, up to `SHARED` bytes. If it returns to an earlier state,
+    it returns the same sample without drawing it again. Batches then share their samples, and the numbers are the same
+    as with any other generator:
 
         generator = SharedDraws(posterior.device)
         predictions = [posterior.predict(x, "bnn", generator=generator.manual_seed(0)) for x in batches]
@@ -124,7 +125,7 @@ class SharedDraws(torch.Generator):
 
     def __init__(self, device: torch.device) -> None:
         self._size = 0
-        # By posterior and state: the posterior's tensors, which keep their ids, the sample, and the state after it.
+        # For each posterior and state: the posterior's tensors (so that ids stay unique), the sample, the next state.
         self._kept: dict[tuple[int, int, bytes], tuple[Any, Tensor, Tensor]] = {}
 
     def move(self, posterior: GaussianPosterior) -> Tensor:
@@ -143,8 +144,8 @@ class SharedDraws(torch.Generator):
 
 
 def _samples_together(posterior: GaussianPosterior, x: Any) -> int:
-    """As many samples as fit in the cache, but at least four if memory allows, because they share the network's own
-    pass. The widest layer is assumed to be sixteen times as large as the input."""
+    """The number of samples that fit in the cache, but at least four if memory allows, because they share the network's
+    own pass. The widest layer is assumed to be sixteen times as large as the input."""
     numbers = posterior.subset.full_size + 16 * sum(t.numel() for t in inputs.tensors(x))
     size = numbers * posterior.mean.element_size()
     return max(1, CHUNK // size, min(4, MOST_CHUNK // size))
@@ -159,9 +160,9 @@ def has_leading_classes(posterior: GaussianPosterior, x: Any, f: Tensor) -> bool
 def class_draws(
     posterior: GaussianPosterior, x: Any, mean: Tensor, n: int, generator: torch.Generator | None
 ) -> Tensor:
-    """`n` draws of the linearised network's logits by their leading classes. An input whose leading classes hold too
-    little mass gets functions.  # [n, B, C]"""
-    noise = copied_generator(mean.device)  # functions draw the same numbers as without leading classes
+    """`n` draws of the linearised network's logits by their leading classes. Inputs whose leading classes have too
+    little probability use functions.  # [n, B, C]"""
+    noise = copied_generator(mean.device)  # so that functions draw the same numbers as without leading classes
     if generator is not None:
         noise = generator_on(mean.device)
         noise.set_state(generator.get_state())
@@ -184,11 +185,11 @@ def class_draws(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FunctionDraw:
-    """`x ↦ f(x)` of a fixed weight sample: the same function at every call, for any batch.  # [B, ...], or of `n`
-    samples [n, B, ...]
+    """`x ↦ f(x)` for a fixed weight sample: every call evaluates the same function.  # [B, ...], or of `n` samples
+    [n, B, ...]
 
     It returns the network's outputs (logits or means), without noise or calibration. If `x` requires gradients and they
-    are enabled, the outputs keep the graph to `x`; the weights get none.
+    are enabled, the outputs keep the graph to `x`, but not to the weights.
     """
 
     posterior: GaussianPosterior
@@ -226,7 +227,7 @@ def draw_function(
 
 class RunningMoments:
     """Mean and variance by Welford's update (1962, "Note on a method for calculating corrected sums of squares and
-    products"), which does not cancel: `m ← m + (mₙ − m)/n`, `s ← s + (mₙ − m_before)(mₙ − m_after)`."""
+    products"), which avoids cancellation: `m ← m + (mₙ − m)/n`, `s ← s + (mₙ − m_before)(mₙ − m_after)`."""
 
     def __init__(self) -> None:
         self.n = 0

@@ -1,7 +1,7 @@
 """`DeepEnsemble`: one predictive from several posteriors, each of a different network.
 
 It is the mixture of the members' predictives, `p(y | x) = Σₘ wₘ pₘ(y | x)`. Its moments follow from theirs by the law
-of total variance, with the choice of the member as a further unknown:
+of total variance, where the choice of the member is a further unknown:
 
     μ         = Σₘ wₘ μₘ                                  (for classes, the probabilities)
     epistemic = Σₘ wₘ epistemicₘ + Σₘ wₘ (μₘ − μ)²        within the members, and between them
@@ -16,7 +16,7 @@ With `predictive="map"` the members are points, and this is the deep ensemble of
 and scalable predictive uncertainty estimation using deep ensembles", which matches moments in the same way. Posteriors
 add the uncertainty around each member (L2M paper, section 4.2).
 
-Members can be loaded from checkpoints, which hold a network and the posterior that a callback fitted to it.
+Members can be loaded from checkpoints, which contain a network and the posterior that a callback fitted to it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DeepEnsemble:
 
     Args:
         posteriors: one for each trained network, from any method, all with the same kind of likelihood. Each keeps its
-            own noise.
+            noise.
         member_weights: relative weights of the members, equal by default.
     """
 
@@ -100,7 +100,7 @@ class DeepEnsemble:
                 untrained one, such as `lambda: LitNet(width=50)`.
             name: name of the callback, needed if there were several.
             network: the submodule that maps x to f, as in the callback; by default the module itself.
-            likelihood: needed if its class has no `name`, because files cannot hold it.
+            likelihood: needed if its class has no `name`, because files cannot store it.
             member_weights: relative weights of the members, equal by default.
             device: device of the networks.
         """
@@ -176,8 +176,8 @@ class DeepEnsemble:
         for number, member in enumerate(predictions):
             if mean_of(member).shape != first.shape:
                 raise PosteriorError(
-                    f"members must agree in their outputs, but member 0 has shape {list(first.shape)} and member "
-                    f"{number} has shape {list(mean_of(member).shape)}: make all networks with the same outputs"
+                    f"members must have outputs of the same shape, but member 0 has shape {list(first.shape)} and "
+                    f"member {number} has shape {list(mean_of(member).shape)}: use networks with the same outputs"
                 )
         return predictions
 
@@ -210,8 +210,8 @@ def _check_members(posteriors: Sequence[GaussianPosterior]) -> None:
     for number, member in enumerate(posteriors):
         if not isinstance(member, GaussianPosterior):
             raise PosteriorError(
-                f"member {number} is a {type(member).__name__}: an ensemble takes GaussianPosteriors, as fit_laplace "
-                "returns, or a callback's .posterior if the network is not sharded"
+                f"member {number} is a {type(member).__name__}: pass GaussianPosteriors, such as those from "
+                "fit_laplace, or a callback's .posterior if the network is not sharded"
             )
         if _kind(member.likelihood) != _kind(first.likelihood):
             raise PosteriorError(
@@ -223,13 +223,13 @@ def _check_members(posteriors: Sequence[GaussianPosterior]) -> None:
             same = same_weights(member.fingerprint, posteriors[other].fingerprint)
             if unwrap_output(member.network) is unwrap_output(posteriors[other].network) and not same:
                 raise PosteriorError(
-                    f"members {other} and {number} share one network, but belong to different weights of it: give each "
+                    f"members {other} and {number} share one network, but were fitted to different weights: give each "
                     "member its own copy of the network"
                 )
 
 
 def _kind(likelihood: Likelihood) -> tuple[Any, ...]:
-    """What members must agree in. Noise may differ, because each member may have tuned it."""
+    """The properties that all members must share. Noise may differ, because each member may have tuned it."""
     return type(likelihood), likelihood.ignore_index
 
 
@@ -251,7 +251,7 @@ def _normalised(weights: Sequence[float] | Tensor | None, members: int) -> tuple
 
 @contextmanager
 def _naming(which: str) -> Iterator[None]:
-    """Name the member in its errors."""
+    """Add the member's name to its errors."""
     try:
         yield
     except PosteriorError as error:
@@ -281,10 +281,10 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
         checkpoint = read_any(path, "checkpoint")
     except IsADirectoryError:
         raise PosteriorError(
-            "this is a folder, which sharded training writes: use DeepEnsemble.load with the posteriors' own files"
+            "this is a folder written by sharded training: use DeepEnsemble.load with the posteriors' own files"
         ) from None
     if not isinstance(checkpoint, dict):
-        raise PosteriorError(f"{path} is no checkpoint: it holds {describe(checkpoint)}")
+        raise PosteriorError(f"{path} is not a checkpoint: it contains {describe(checkpoint)}")
     return checkpoint
 
 
@@ -301,7 +301,7 @@ def _placed(network: nn.Module, device: str | torch.device) -> nn.Module:
 def _restore(module: Callable[..., nn.Module], path: str | PathLike[str], checkpoint: dict[str, Any]) -> nn.Module:
     if isinstance(module, nn.Module):
         raise PosteriorError(
-            f"module= is one {type(module).__name__}, but every member needs one of its own: pass the class, or a "
+            f"module= is a single {type(module).__name__}, but each member needs a separate one: pass the class, or a "
             "function that makes one"
         )
     if hasattr(module, "load_from_checkpoint"):  # a LightningModule's class; the checkpoint has its arguments

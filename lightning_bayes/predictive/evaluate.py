@@ -47,11 +47,12 @@ def evaluate(
 ) -> dict[str, float]:
     """Scores of the predictions on the `(x, y)` batches of `loader`.
 
-    Classification: "nll", "acc", "ece", "brier"; regression: "nll", "rmse", "coverage" (of the 95 % interval), all of
-    the prediction's Gaussian or Student-t. `ood_loaders`, whose targets are ignored, add how well the `ood_scores`
-    separate their inputs from those of `loader`: "ood_auroc_entropy", "ood_aupr_out_novelty", "ood_fpr95_energy" and so
-    on (see `metrics.OODDetection`). With several, these end in "/dataloader_idx_1", "/dataloader_idx_2", …, as in a
-    Trainer's log. The other arguments are those of `predict`; the seed is the same for each batch.
+    Classification: "nll", "acc", "ece", "brier"; regression: "nll", "rmse", "coverage" (of the 95 % interval), all
+    computed from the prediction's Gaussian or Student-t. `ood_loaders` add how well the `ood_scores` separate their
+    inputs from those of `loader`; their targets are ignored. The keys are "ood_auroc_entropy", "ood_aupr_out_novelty",
+    "ood_fpr95_energy" and so on (see `metrics.OODDetection`). With several loaders, the keys end in
+    "/dataloader_idx_1", "/dataloader_idx_2", …, as in a Trainer's log. The other arguments are those of `predict`; the
+    seed is the same for each batch.
     """
     instance("predictor", predictor, (GaussianPosterior, DeepEnsemble), "a posterior or a DeepEnsemble")
     check_loader(loader)
@@ -111,8 +112,8 @@ OOD_PICTURES = ("entropy", "novelty")
 
 
 def ood_scores(prediction: Prediction, is_plain: bool = False) -> dict[str, Tensor]:
-    """Scores that are larger for inputs that are less known; those per position or label are averaged. The plain
-    network has no epistemic ones.  # [B] each"""
+    """Scores that are larger for less familiar inputs; scores per position or label are averaged. The plain network has
+    no epistemic scores.  # [B] each"""
     confidence = None if prediction.probs is None else -prediction.confidence
     scores = {"entropy": prediction.entropy_score, "confidence": confidence, "energy": prediction.energy}
     if not is_plain:
@@ -124,7 +125,7 @@ def ood_scores(prediction: Prediction, is_plain: bool = False) -> dict[str, Tens
 class ScoreTable:
     """Scores of several predictors on several dataloaders.
 
-    Dataloaders 1 to `n_ood` hold out-of-distribution inputs, whose targets are ignored. Keys are
+    Dataloaders 1 to `n_ood` contain out-of-distribution inputs, whose targets are ignored. Keys are
     `<metric>_<predictor>`, or `<metric>` for the predictor named "". Those of `compute` end in
     `/dataloader_idx_<number>` if there are several out-of-distribution dataloaders.
     """
@@ -152,7 +153,7 @@ class ScoreTable:
             self._scores.setdefault((predictor, dataloader), Scores(self._device, ignored)).update(prediction, y)
 
     def metrics(self, dataloader: int) -> dict[str, Metric]:
-        """The metrics that the last batch of a dataloader completes; their keys do not hold its number."""
+        """The metrics that are complete after the last batch of a dataloader; their keys do not contain its number."""
         metrics: dict[str, Metric] = {}
         for (predictor, number), scores in self._scores.items():
             if number == dataloader:
@@ -186,7 +187,7 @@ class Scores:
     def __init__(self, device: torch.device, ignore_index: int | None = None) -> None:
         self._device, self._ignore_index = float64_device(device), ignore_index
         self.metrics: dict[str, Any] = {}  # by name, after the first prediction
-        self._curve: RegressionCalibrationError | None = None  # only drawn
+        self._curve: RegressionCalibrationError | None = None  # only used for the figure
 
     def update(self, prediction: Prediction, y: Tensor) -> None:
         if prediction.probs is not None:

@@ -39,14 +39,14 @@ LOG_TEMPERATURES = tuple(math.log(2) * k / 4 for k in range(-24, 13))  # 1/64 to
 CACHED = 2**13  # positions processed at a time
 DEGREES = (math.inf, 50.0, 30.0, 20.0, 15.0, 10.0, 8.0, 6.0, 5.0, 4.0, 3.0)  # of freedom
 TAIL_DOUBT = 10.0  # the rate of an exponential prior on 1/ν: few examples keep a Gaussian
-SMALLEST = 1e-30  # squared error in units of the variance: a variance stays positive where a network fits all targets
-MOST_OUTPUTS = 2**10  # outputs of an example that count, evenly spaced
+SMALLEST = 1e-30  # squared error in units of the variance: keeps a variance positive if a network fits all targets
+MOST_OUTPUTS = 2**10  # limit on the outputs per example that are scored, evenly spaced
 FEW = 50  # examples; with fewer, even one number is uncertain
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How predictions are made for scoring, and where the temperature applies."""
+    """How predictions are made for scoring, and what the temperature applies to."""
 
     predictive: PredictiveOption = field(default_factory=GLM)
     seed: int = 0
@@ -73,7 +73,7 @@ class Scoring:
 
     def tempered(self, likelihood: Likelihood, law: OutputLaw) -> Iterator[Predictive]:
         """The predictive at each of `LOG_TEMPERATURES`."""
-        if self.of == "outputs" or law.is_point:  # for a point both are the same, and this one never saturates
+        if self.of == "outputs" or law.is_point:  # for a point both are equivalent, but outputs never saturate
             yield from (self.integrate(likelihood, law.tempered(math.exp(t))) for t in LOG_TEMPERATURES)
             return
         predictive = self.integrate(likelihood, law)
@@ -119,8 +119,8 @@ def _at_temperatures(law: OutputLaw, y: Tensor, likelihood: Likelihood, scoring:
 
 
 def _nll_of_draws(law: OutputLaw, y: Tensor, likelihood: Likelihood) -> Tensor:
-    """`−log (1/S) Σ_s p(y | f_s/T)` at every temperature, in one pass over draws, of which only the labels'
-    probabilities are summed.  # [K, B]"""
+    """`−log (1/S) Σ_s p(y | f_s/T)` at every temperature, in one pass over draws that sums only the labels'
+    probabilities.  # [K, B]"""
     assert isinstance(law.draws, FunctionDraws)
     labels, B = y.flatten(), len(y)
     p = torch.zeros(len(LOG_TEMPERATURES), len(labels), dtype=torch.float64, device=y.device)  # [K, B·R]
@@ -187,7 +187,7 @@ def _best_factor(r: Tensor, u: float, doubt: float, log_s: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tails:
-    """The law of real targets that fits held-out data best, for each candidate."""
+    """The distribution of real targets that fits held-out data best, for each candidate."""
 
     factor: Tensor  # s of the predictive variance [D]
     df: Tensor  # ν [D]
@@ -217,7 +217,7 @@ def squared_errors(
 def held_out_laws(
     posterior: GaussianPosterior, candidates: Candidates, loader: Iterable[Any], scoring: Scoring, exact: bool = True
 ) -> Iterator[tuple[list[OutputLaw], Tensor]]:
-    """For each batch, the laws of the outputs and the targets. Data without usable targets raise an error."""
+    """Yield the laws of the outputs and the targets for each batch. Data without usable targets raise an error."""
     scoring.check(posterior.likelihood)
     present = [candidate for candidate in candidates if candidate is not None]
     targets, draws = _Targets(posterior.likelihood), SharedDraws(posterior.device)
@@ -250,7 +250,7 @@ def best_temperature(nll: Tensor) -> float:
 
 
 class _Targets:
-    """Checks of the held-out targets; an image may have one for each pixel."""
+    """Checks the held-out targets; an image may have one for each pixel."""
 
     def __init__(self, likelihood: Likelihood) -> None:
         self._likelihood, self._n, self._labels = likelihood, 0, torch.empty(0, device="cpu")
@@ -266,15 +266,15 @@ class _Targets:
 
     def check(self) -> None:
         if not self._n:
-            raise DataError("the held-out data are empty: choosing on them needs at least one batch")
+            raise DataError("the held-out data are empty: pass at least one batch")
         if self._likelihood.has_probs:
             if not len(self._labels):
-                raise DataError("no held-out target counts: all are marked as unknown (ignore_index)")
+                raise DataError("there are no held-out targets: all are marked as unknown (ignore_index)")
             if len(self._labels) < 2:
                 kind = "class" if self._likelihood.chooses_one_class else "label"
                 raise DataError(
-                    f"the held-out data have one {kind} only ({self._labels.tolist()}), so they cannot measure whether "
-                    "probabilities are right: hold out data of all classes"
+                    f"the held-out data contain only one {kind} ({self._labels.tolist()}), so they cannot show "
+                    "whether probabilities are right: hold out data of all classes"
                 )
         if self._n < FEW:
             warn("only %d examples are held out, so the choice is uncertain: hold out %d or more", self._n, FEW)

@@ -1,4 +1,4 @@
-"""`posterior.novelty(x)`: the share of a weak prior's variance that the data have left at an input.
+"""`posterior.novelty(x)`: the share of a weak prior's variance at an input that the data have not removed.
 
 A variance is not comparable between inputs: where the network's gradients are small, every variance is small. Its share
 of the prior's variance is comparable. For the weights of the last layer, with the input `a`,
@@ -7,7 +7,8 @@ of the prior's variance is comparable. For the weights of the last layer, with t
 
 where `Q diag(μ) Qᵀ = Σ_o H_oo` is the layer's curvature summed over outputs: for a Kronecker block, and for every
 regression, a multiple of the second moments `Σₙ aaᵀ` of the training inputs. The prior is as strong as one average
-training example, `ρ = tr(Σ_o H_oo) / (I N)`, so the score depends on no prior, and weaker priors rank inputs alike.
+training example, `ρ = tr(Σ_o H_oo) / (I N)`, so the score does not depend on the posterior's prior, and weaker priors
+rank inputs similarly.
 
 Directions that no training example has used keep all their variance, as in NuSA (Cook et al. 2020) and ViM (Wang et al.
 2022); the others are scaled as in a Mahalanobis distance with normalised features.
@@ -38,7 +39,7 @@ Posterior = TypeVar("Posterior", bound=GaussianPosterior)
 
 @dataclass(frozen=True, eq=False)
 class LastLayer:
-    """The data's information on the last layer's inputs, which does not depend on the prior."""
+    """The data's information about the last layer's inputs, which does not depend on the prior."""
 
     layer: Subset
     factor: Factor  # Q diag(μ) Qᵀ
@@ -63,8 +64,8 @@ def novelty(posterior: GaussianPosterior, x: Any) -> Tensor:
 
 
 class NoveltyScore:
-    """The novelty of `x`, if the posterior has it. The passes of a linearised network hold the inputs of its last
-    layer: where `observe` sees them, the score needs no other pass."""
+    """The novelty of `x`, if the posterior has it. A linearised network's passes contain the inputs of its last layer:
+    if `observe` sees them, the score needs no further pass."""
 
     def __init__(self, posterior: GaussianPosterior, x: Any) -> None:
         self._posterior, self._x = posterior, x
@@ -102,7 +103,7 @@ def novelty_p(known: Tensor, scores: Tensor) -> Tensor:
 
 
 class KnownInputs:
-    """Held-out batches; a pass over them also finds how novel their inputs are."""
+    """Held-out batches; a pass over them also computes the novelty of their inputs."""
 
     def __init__(self, posterior: GaussianPosterior, loader: Iterable[Any]) -> None:
         self._posterior, self._loader = posterior, loader
@@ -116,7 +117,7 @@ class KnownInputs:
             yield batch
 
     def keep_in(self, posterior: Posterior) -> Posterior:
-        """The posterior with these scores, which its predictions compare new ones with."""
+        """Return the posterior with these scores, so its predictions can compare new scores with them."""
         return replace(posterior, known_novelty=torch.cat(self._scores).sort().values) if self._scores else posterior
 
 
@@ -147,7 +148,7 @@ def _make_last_layer(posterior: GaussianPosterior, structure: Structure, x: Any)
     with borrowed(network, names):
         plan = plans.find_or_make(network, layer, x)
     if plan.unmatched_parameters or len(plan.layers) != 1 or plan.layers[0].layout.shape[0] != 1:
-        raise PosteriorError(f"the last layer ({names[0]}) is not one product with a weight matrix")
+        raise PosteriorError(f"the last layer ({names[0]}) is not a single product with a weight matrix")
     layout = plan.layers[0].layout
     starts = [subset.starts[name] for name in names]
     own = [torch.arange(start, start + s.numel(), device="cpu") for start, s in zip(starts, layer.shapes, strict=True)]

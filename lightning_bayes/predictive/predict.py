@@ -1,5 +1,5 @@
-"""From a posterior and `x` to a `Prediction`: the likelihood integrates over the distribution of the outputs at `x`
-(`OutputLaw`), and the calibration corrects the result.
+"""Compute a `Prediction` from a posterior and `x`: the likelihood integrates over the distribution of the outputs at
+`x` (`OutputLaw`), and the calibration corrects the result.
 
 - `glm`: the outputs of the linearised network (GLM paper, eqs. (10) and (13)), whose exact Hessian is the GGN: a
   Gaussian in closed form. With many outputs (1,000 classes, images) it is sampled by forward-mode products with weight
@@ -47,7 +47,7 @@ from lightning_bayes.predictive.novelty import NoveltyScore, novelty_p
 from lightning_bayes.predictive.prediction import Prediction, TensorFields
 
 MANY = 64  # outputs per example above which the linearised network is sampled
-MANY_TOGETHER = 512  # the same for examples that the network computes together, over all of them
+MANY_TOGETHER = 512  # the same for a batch that the network cannot split, over all examples
 CHUNK = 2**21  # entries of the covariances of positions integrated at a time
 KEPT = 2**26  # bytes of draws kept in memory
 NEGLIGIBLE = 2.0**40  # a prior precision, exact in every dtype, that leaves only the plain network
@@ -146,8 +146,8 @@ def output_law(
     differentiable: bool = False,
     observe: Observer | None = None,
 ) -> OutputLaw:
-    """The law of the outputs at `x`. With `differentiable` it keeps the graph to `x`; `observe` gets the passes of the
-    linearised network."""
+    """The law of the outputs at `x`. With `differentiable` it keeps the graph to `x`; `observe` is called with the
+    passes of the linearised network."""
     if predictive.kind == "map" or is_plain(posterior):
         return OutputLaw(outputs(posterior, x, differentiable))
     if predictive.kind == "gp":
@@ -204,7 +204,7 @@ def output_laws(
 
 
 def is_plain(posterior: GaussianPosterior) -> bool:
-    """Whether the prior leaves only the plain network, as `tune="auto"` may choose."""
+    """Whether the prior is strong enough to leave only the plain network, as `tune="auto"` may choose."""
     if not isinstance(posterior, LaplacePosterior) or posterior.prior.precision is not None:
         return False
     δ = posterior.prior_precision
@@ -222,7 +222,7 @@ def has_many_outputs(posterior: GaussianPosterior, x: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class FunctionDraws:
-    """`n` functions at `x`, which each call of `each` draws again."""
+    """`n` functions at `x`, which every call of `each` redraws."""
 
     posterior: GaussianPosterior
     x: Any
@@ -269,7 +269,7 @@ class Integral:
         return self._by_position(mean, blocks.flatten(0, 1))
 
     def over_draws(self, mean: Tensor, draws: Tensor | FunctionDraws) -> Predictive:
-        """A closed form gets the exact mean of the outputs, and their covariances from the draws."""
+        """A closed form uses the exact mean of the outputs, and their covariances from the draws."""
         # Variances of single outputs are not enough for a likelihood that couples them.
         if self.link == "mc" or self.likelihood.couples_outputs:
             return _mixture(self.likelihood, draws)
@@ -345,8 +345,8 @@ def _mixture(
 
 
 class RunningMixture:
-    """The mean of the predictives at outputs that arrive one by one, by the law of total variance. For class labels
-    also their mutual information with the outputs, `H[E[p]] − E[H[p]]`."""
+    """The mean of the predictives at outputs that arrive one by one, by the law of total variance. For class labels, it
+    also has their mutual information with the outputs, `H[E[p]] − E[H[p]]`."""
 
     def __init__(self, likelihood: Likelihood) -> None:
         self._likelihood, self._moments = likelihood, RunningMoments()

@@ -46,15 +46,17 @@ class TensorFields:
 class Prediction(TensorFields):
     """The predictive distribution of a batch.
 
-    Classification has `probs` `[B, C, …]`, yes/no labels have `probs` `[B, …]` of a yes, and a regression has `mean`
-    and `variance` (noise included) of a Gaussian, or with `df` degrees of freedom of a Student-t with the same variance
-    and heavier tails. All have the two sources of uncertainty per output (Kwon et al. 2020): `epistemic`,
-    which more data would reduce, and `aleatoric`, which is in the data. They also have the `entropy` of the predictive
-    distribution and its epistemic part, the `mutual_information` of target and weights, in nats per label or output.
+    Classification has `probs` `[B, C, …]`, and yes/no labels have `probs` `[B, …]`, the probability of yes. A
+    regression has the `mean` and `variance` (noise included) of a Gaussian, or, with `df` degrees of freedom, of a
+    Student-t with the same variance and heavier tails. All have the two sources of uncertainty per output (Kwon et al.
+    2020): `epistemic`, which more data would reduce, and `aleatoric`, which is in the data. They also have the
+    `entropy` of the predictive distribution and its epistemic part, the `mutual_information` of target and weights, in
+    nats per label or output.
 
-    `novelty` `[B]` is the share of a weak prior's variance that the data have left at the input, and `novelty_p` the
-    share of held-out inputs that are at least as novel. For inputs like those it is at most α with a probability of α.
-    The `energy` of classes, `−log Σ_c exp f_c` of the outputs (Liu et al. 2020), has the shape of the entropy.
+    `novelty` `[B]` is the share of a weak prior's variance at the input that the data have not removed, and `novelty_p`
+    the share of held-out inputs that are at least as novel. For inputs like those, it is at most α with a probability
+    of at most α. The `energy` of classes, `−log Σ_c exp f_c` of the outputs (Liu et al. 2020), has the shape of the
+    entropy.
 
     `prediction[examples]` selects examples by a number, a slice, a list or a mask; a number keeps the batch dimension.
     `Prediction.cat` joins the batches that `trainer.predict` returns.
@@ -69,8 +71,8 @@ class Prediction(TensorFields):
     df: Tensor | None = None  # more than 2; None or infinity: a Gaussian
     mutual_information: Tensor | None = None  # None: not known
     novelty: Tensor | None = None  # [B]; None: not known
-    novelty_p: Tensor | None = None  # [B]; None: nothing was held out
-    energy: Tensor | None = None  # None: not of classes
+    novelty_p: Tensor | None = None  # [B]; None: no held-out data
+    energy: Tensor | None = None  # None: the targets are not classes
 
     @staticmethod
     def from_predictive(predictive: Predictive, df: float | Tensor = math.inf) -> Prediction:
@@ -146,7 +148,7 @@ class Prediction(TensorFields):
         return self.map(lambda t: t[index if isinstance(index, slice) else index.to(t.device)])
 
     def __iter__(self) -> Iterator[Prediction]:
-        """Iterate over the examples, each a prediction of one."""
+        """Iterate over the examples, as predictions of one example each."""
         return (self[n] for n in range(len(self)))
 
     @staticmethod
@@ -207,7 +209,7 @@ def real_targets(mean: Tensor, y: Tensor) -> Tensor:
 
 
 def unfit_targets(main: Tensor, y: Tensor, what: str, shape: torch.Size) -> DataError:
-    """The error for targets whose shape does not fit the prediction."""
+    """The error for targets whose shape does not match the prediction."""
     return DataError(
         f"predictions of shape {list(main.shape)} need {what} of shape {list(shape)}, got {y.dtype} of shape "
         f"{list(y.shape)}"
@@ -231,7 +233,7 @@ def _rows(examples: Any, size: int) -> slice | Tensor:
     is_mask = index.dtype == torch.bool
     if isinstance(examples, tuple) or index.is_floating_point() or index.is_complex() or index.ndim > 1:
         raise IndexError(
-            f"a prediction is indexed by its examples, with a number, slice, list or mask, got {format_value(examples)}"
+            f"index a prediction by its examples, with a number, slice, list or mask, got {format_value(examples)}"
         )
     if is_mask and index.shape != (size,):
         raise IndexError(f"a mask needs the shape of the examples, [{size}], got {format_value(examples)}")
@@ -249,11 +251,11 @@ def _check_alike(predictions: Sequence[Any]) -> None:
         if isinstance(prediction, dict):
             names = list(prediction)
             raise TypeError(
-                f"predictions has dictionaries, of several callbacks: choose one of {format_value(names)}, as in "
+                f"predictions contains dictionaries of several callbacks: choose one of {format_value(names)}, as in "
                 f"Prediction.cat([batch[{format_value(names[0])}] for batch in predictions])"
             )
         if isinstance(prediction, (list, tuple)):
-            raise TypeError("predictions has lists, of several dataloaders: pass those of one, predictions[0]")
+            raise TypeError("predictions contains one list per dataloader: pass one of them, such as predictions[0]")
         if not isinstance(prediction, Prediction):
             raise TypeError(f"predictions must be a list of predictions, got one with {format_value(prediction)}")
     first = predictions[0]
@@ -269,5 +271,5 @@ def _check_alike(predictions: Sequence[Any]) -> None:
         if other.shape[1:] != mean.shape[1:]:
             shapes = f"{list(mean.shape)} and {list(other.shape)}"
             raise ValueError(
-                f"predictions have different outputs, of shapes {shapes}: only the first number may differ"
+                f"predictions have different outputs, of shapes {shapes}: only the first dimension may differ"
             )

@@ -135,7 +135,7 @@ def prior_means(table: Table) -> None:
         (torch.tensor([1, 2]), vector),
         (torch.tensor([math.nan]), "has NaN or infinite weights in the vector"),
         ({"fingerprint": torch.ones(2)}, "is a posterior's file: pass prior=file"),
-        ({"0.weight": 3.0}, "must hold tensors, got 3.0 for '0.weight'"),
+        ({"0.weight": 3.0}, "must contain tensors, got 3.0 for '0.weight'"),
     ):
         table("prior", Prior(mean=bad), message)
         table("prior", {"mean": bad}, message)
@@ -145,10 +145,10 @@ def prior_means(table: Table) -> None:
 
 def other_priors(table: Table) -> None:
     posterior = Of(lambda t: t.classifier, "posterior")
-    table("prior", 3, "must be a posterior, as fit_laplace returns one, got 3")
+    table("prior", 3, "must be a posterior, such as one from fit_laplace, got 3")
     table("prior", posterior, "has structure='kron'", "structure='diag'", structure="diag")
-    table("prior", posterior, "damping='glm' is for one prior precision", structure=Kron(damping="glm"))
-    table("prior", posterior, "one factor on its precision: pass one number", prior_precision=[1.0, 2.0])
+    table("prior", posterior, "damping='glm' needs a plain prior precision", structure=Kron(damping="glm"))
+    table("prior", posterior, "a factor on that posterior's precision: pass one number", prior_precision=[1.0, 2.0])
 
 
 def structures(table: Table) -> None:
@@ -187,7 +187,7 @@ priors(laplace)
 prior_means(laplace)
 other_priors(laplace)
 _kron = Of(lambda t: t.classifier, "posterior")
-laplace("prior", _kron, "gp= belongs to a prior with independent weights", predictive="gp")
+laplace("prior", _kron, "gp= needs a prior with independent weights", predictive="gp")
 laplace("prior", _kron, "has one factor on its precision", "leave out groups=", tune=Tuning("marglik", groups="layers"))
 for _tune in ("mackay", "linear"):
     laplace("prior", _kron, f"tune='{_tune}'", "structure='kron' adds factors", tune=_tune)
@@ -197,7 +197,7 @@ laplace("tune", {"method": "grid", "size": 1}, "must be a whole number of at lea
 for _groups in ("layers", "normalised"):
     _tuning = Tuning("marglik", groups=_groups)
     _damped = Kron(damping="glm")
-    laplace("tune", _tuning, "takes one prior precision for all layers", structure=_damped, named="damping")
+    laplace("tune", _tuning, "needs one prior precision for all layers", structure=_damped, named="damping")
 _linear, _heteroscedastic = Tuning("linear", iterate=True), HeteroscedasticGaussian()
 laplace("tune", _linear, "HeteroscedasticGaussian", "use tune='marglik'", likelihood=_heteroscedastic)
 laplace("prior_precision", None, "must be a number or a vector of numbers, got None")
@@ -209,7 +209,7 @@ for _tune in ("mackay", "linear"):
     for _damping in ("glm", "ritter"):
         _option = Kron(damping=_damping)
         laplace("structure", _option, f"tune='{_tune}'", f"damping='{_damping}' changes it", tune=_tune)
-        laplace("structure", _option, "takes one prior precision", prior_precision=[1.0, 2.0], named="damping")
+        laplace("structure", _option, "needs one prior precision", prior_precision=[1.0, 2.0], named="damping")
 
 common(l2m)
 words(l2m, "scaling", "tune")

@@ -21,7 +21,7 @@ def _fit(t: Things, **given: Any) -> Any:
 indexing = Table("Prediction.__getitem__", lambda t, examples: t.classifier.predict(t.x)[examples], ["examples"])
 indexing.error, indexing.named = IndexError, False
 for _bad in (1.5, None, "first", (0, 1), [[0]], torch.zeros(2, 2, dtype=torch.long)):
-    indexing("examples", _bad, "is indexed by its examples, with a number, slice, list or mask, got")
+    indexing("examples", _bad, "index a prediction by its examples, with a number, slice, list or mask, got")
 indexing("examples", 5, "there are 5 examples, got the index 5")
 indexing("examples", [True, False], "a mask needs the shape of the examples, [5]")
 together = Table("Prediction.cat", lambda t, **given: Prediction.cat(**given), Prediction.cat)
@@ -29,7 +29,7 @@ together("predictions", [], "is an empty list")
 together("predictions", None, "must be a list of predictions, as trainer.predict returns, got None")
 together("predictions", [3], "must be a list of predictions, got one with 3")
 together("predictions", [{"laplace": 3}], "of several callbacks: choose one of ['laplace']")
-together("predictions", [[3]], "of several dataloaders")
+together("predictions", [[3]], "one list per dataloader")
 _mixed = Of(lambda t: [t.classifier.predict(t.x), t.regressor.predict(t.x)], "mixed")
 together("predictions", _mixed, "of different kinds, classification and regression")
 bands = Table("Prediction.interval", lambda t, **given: t.regressor.predict(t.x).interval(**given), Prediction.interval)
@@ -50,7 +50,7 @@ conforming("loader", [], "the held-out data are empty", named=False)
 conforming("loader", Of(lambda t: TensorDataset(t.x, t.y), "dataset"), "is a TensorDataset", "DataLoader(dataset")
 conforming("loader", Of(lambda t: [(t.x, t.y[:3])], "fewer"), "need class labels of shape [5]", named=False)
 conforming("loader", Of(lambda t: [(t.x, t.y + 3)], "unknown"), "must be classes from 0 to 2, got 3", named=False)
-conforming("loader", Of(lambda t: [(t.x, 0 * t.y - 100)], "ignored"), "no held-out target counts", named=False)
+conforming("loader", Of(lambda t: [(t.x, 0 * t.y - 100)], "ignored"), "there are no held-out targets", named=False)
 words(conforming, "predictive")
 conforming("predictive", GLM(link="logit"), "choose one of 'probit', 'pairwise'", named="link")
 from_prediction("prediction", Of(lambda t: t.x, "tensor"), "must be a Prediction; Prediction.cat joins batches")
@@ -73,6 +73,6 @@ _loaded = Table(
     Conformal.from_state_dict,
 )
 for _bad in (None, {}, {"format": 2}):
-    _loaded("state", _bad, "holds no Conformal that this version reads")
+    _loaded("state", _bad, "this version cannot read a Conformal")
 _loaded("predictor", 3, "must be a posterior or a DeepEnsemble, got 3")
 CONFORMAL = [indexing, together, bands, conforming, from_prediction, _sets_of, _intervals_of, _loaded]

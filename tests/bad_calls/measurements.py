@@ -54,9 +54,9 @@ measured("likelihood", "regression", "must be LinearMeasurement(A, noise_std), g
 measured("likelihood", Gaussian(), "must be LinearMeasurement(A, noise_std)")
 measured("likelihood", LinearMeasurement(torch.ones(2, 4)), "A has 4 columns, but an example has 3", named=False)
 measured("prior", "tv", "needs images [1, C, H, W], but the network returns [1, 3]", named=False)
-measured("blocks", ["0"], "maps names to lists")
-measured("blocks", {"a": "0"}, "maps names to lists")
-measured("blocks", {"a": ["0"]}, "no block has the parameter 2.weight")
+measured("blocks", ["0"], "must map names to lists")
+measured("blocks", {"a": "0"}, "must map names to lists")
+measured("blocks", {"a": ["0"]}, "no block contains the parameter 2.weight")
 measured("blocks", {"a": ["0", "2"], "b": ["nothing"]}, "which has no parameters in the network", named=False)
 measured("blocks", {"a": ["0", "2"]}, "leave out blocks=", prior="gaussian")
 

@@ -45,8 +45,8 @@ BAD: dict[str, list[tuple[Any, str]]] = {
     "probs": [
         (torch.tensor([[-1.0, 2.0], [0.5, 0.5]]), "softmax or sigmoid to logits"),
         (torch.tensor([[0.3, 0.3], [0.5, 0.5]]), "sum to one over the class axis (1), but are off by up to 0.4"),
-        (torch.tensor([[math.nan, 1.0], [0.5, 0.5]]), "hold no NaN"),
-        (torch.tensor([1.5, 0.5]), "lie in [0, 1]"),
+        (torch.tensor([[math.nan, 1.0], [0.5, 0.5]]), "contain no NaN"),
+        (torch.tensor([1.5, 0.5]), "must be in [0, 1]"),
         (torch.ones(2, 1), "class axis of length 1"),
         (torch.full((3, 2), 0.5), "got probs [3, 2] and target [2]"),
         (torch.tensor(0.5), "got probs [] and target [2]"),
@@ -61,10 +61,13 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         (torch.tensor([1.0, math.inf]), "must be finite"),
         (torch.ones(2, dtype=torch.complex64), "must be real, got torch.complex64"),
     ],
-    "score": [(torch.tensor([math.nan, 1.0]), "holds NaN"), (torch.zeros(3), "must have one shape, got [3] and [2]")],
-    "confidence": [(torch.tensor([math.nan, 1.0]), "holds NaN"), (torch.zeros(3), "one shape, got [3] and [2]")],
-    "is_ood": [(torch.tensor([2, 0]), "must be boolean, or hold only 0 and 1")],
-    "correct": [(torch.tensor([2, 0]), "must be boolean, or hold only 0 and 1")],
+    "score": [
+        (torch.tensor([math.nan, 1.0]), "contains NaN"),
+        (torch.zeros(3), "must have one shape, got [3] and [2]"),
+    ],
+    "confidence": [(torch.tensor([math.nan, 1.0]), "contains NaN"), (torch.zeros(3), "one shape, got [3] and [2]")],
+    "is_ood": [(torch.tensor([2, 0]), "must be boolean, or contain only 0 and 1")],
+    "correct": [(torch.tensor([2, 0]), "must be boolean, or contain only 0 and 1")],
 }
 TARGETS = {
     "probs": [
@@ -192,8 +195,8 @@ for _name, _share, _given in (
             functions[f"RiskCoverage.{_name}"](_argument, _bad, _words)
     for _bad in (None, 0.5, [0.5]):
         functions[_name]("confidence", _bad, "must be a tensor, got")
-    functions[_name]("confidence", torch.tensor([math.nan, 1.0]), "holds NaN")
-functions["threshold_for_risk"]("correct", torch.tensor([2, 0]), "must be boolean, or hold only 0 and 1")
+    functions[_name]("confidence", torch.tensor([math.nan, 1.0]), "contains NaN")
+functions["threshold_for_risk"]("correct", torch.tensor([2, 0]), "must be boolean, or contain only 0 and 1")
 functions["threshold_for_risk"]("correct", torch.zeros(3), "one shape, got [2] and [3]")
 updates = [_of_update(name, *given) for name, given in CLASSES.items()]
 classes = Table("number of classes", lambda t, metric: metric.update(HALF, LABELS), ["metric"], named=False)

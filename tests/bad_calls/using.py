@@ -187,11 +187,11 @@ for _table in (with_noise, evidence):
     for _bad in ("small", [], {}, True):
         _table("noise_std", _bad, "must be a number or a vector of numbers, got")
     _table("noise_std", torch.ones(2, 2), "noise_std")
-    _table("noise_std", torch.tensor([1.0, 2.0]), "by a common scale after the fit")
+    _table("noise_std", torch.tensor([1.0, 2.0]), "changed by a common factor")
 with_noise("noise_std", None, "must be a number or a vector of numbers, got None")
 
 classes = Table("noise of classes", lambda t, **given: t.classifier.with_noise(**given), ["noise_std"])
-classes("noise_std", 0.5, "belongs to a Gaussian likelihood, but this posterior has Categorical")
+classes("noise_std", 0.5, "needs a Gaussian likelihood, but this posterior has Categorical")
 
 # -- other data ------------------------------------------------------------------------------------------------------
 
@@ -231,14 +231,14 @@ iterating = Table(
     ),
     ["loader", "processes", "progress"],
 )
-iterating("loader", None, "makes passes over the training data: pass them as loader=")
+iterating("loader", None, "needs passes over the training data: pass them as loader=")
 iterating("loader", 3, "must be an iterable of (x, y) batches", "got 3")
 iterating("loader", [], "a pass over the loader has 0 examples, but the posterior was fitted to")
 iterating("loader", Of(lambda t: [(t.x[:3], t.r[:3])], "some"), "has 3 examples, but the posterior was fitted to")
 iterating("loader", Of(lambda t: [t.x], "bare tensors"), "pair (x, y), but the loader gave a Tensor", named=False)
 flags(iterating, "progress")
 iterating("processes", 2, "must be Processes(rank, size), got 2")
-iterating("fisher", "optimum", "is for one process: use fisher='weights'", processes=Processes(0, 2))
+iterating("fisher", "optimum", "supports only one process: use fisher='weights'", processes=Processes(0, 2))
 _damped = Table("tune_prior of damping", lambda t, method, **given: t.damped.tune_prior(method, **given), ["method"])
 _damped.named = False
 _damped("method", "mackay", "without damping")
@@ -279,7 +279,7 @@ refinement("loader", Of(lambda t: TensorDataset(t.x, t.y), "dataset"), "is a Ten
 for _table in (autos, calibration):
     _scoring(_table)
     _loaders(_table, "the held-out data are empty")
-    _table("loader", Of(lambda t: [(t.x, 0 * t.y)], "one class"), "have one class only", "hold out", named=False)
+    _table("loader", Of(lambda t: [(t.x, 0 * t.y)], "one class"), "contain only one class", "hold out", named=False)
 calibration("loader", None, "must be an iterable of (x, y) batches", "got None")
 words(calibration, "of")
 calibration("of", None, "unknown of None: use one of 'outputs', 'probs'")
@@ -308,7 +308,7 @@ def _bare(t: Things) -> GaussianPosterior:
     return GaussianPosterior(p.network, p.subset, p.likelihood, p.mean, p.precision, p.n_data, p.fingerprint)
 
 
-variational("method", "tune_prior", "does not keep curvature and prior apart and so has no prior to tune")
+variational("method", "tune_prior", "does not store curvature and prior separately, so it has no prior to tune")
 variational("method", "with_prior", "has no prior to change", prior_precision=1.0)
 variational("method", "log_marginal_likelihood", "has no evidence", "fit_laplace")
 

@@ -186,7 +186,7 @@ def test_without_validation_data_the_evidence_decides_and_it_is_said(
 @pytest.mark.parametrize(
     ("loader", "sentence"),
     [
-        (DataLoader(TensorDataset(torch.randn(60, 4), torch.ones(60).long()), 16), "have one class only"),
+        (DataLoader(TensorDataset(torch.randn(60, 4), torch.ones(60).long()), 16), "contain only one class"),
         (DataLoader(TensorDataset(torch.full((60, 4), torch.nan), torch.arange(60) % 3), 16), "NaN"),
         (DataLoader(TensorDataset(torch.randn(60, 4), torch.arange(60) % 3 + 5), 16), "the target"),
     ],
@@ -252,7 +252,7 @@ def test_l2m_is_tuned_on_validation_data_and_else_keeps_its_weight_decay(
     assert tuned.posterior.calibrations
     assert not kept.posterior.calibrations
     torch.testing.assert_close(kept.posterior.prior_precision.mean(), torch.tensor(37 * 0.02))
-    assert "the prior stays" in caplog.text
+    assert "the prior is kept" in caplog.text
 
 
 def test_checkpoints_hold_the_calibration(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_the_best_weights_with_the_posterior_of_the_last_are_refused(tmp_path: P
     callback, checkpoint = l2m(), ModelCheckpoint(tmp_path / "kept", monitor="step", mode="min")
     model, fit = fitted(tmp_path, callback, callbacks=[callback, checkpoint], enable_checkpointing=True)
     with pytest.raises(
-        RuntimeError, match=r"not those the posterior was fitted to: .* belongs to the last weights alone"
+        RuntimeError, match=r"not those the posterior was fitted to: .* belongs to the last weights only"
     ):
         fit.test(model, HELD_OUT, ckpt_path="best", verbose=False)
 

@@ -87,7 +87,7 @@ def test_load_reads_the_posterior_of_a_checkpoint(tmp_path: Path) -> None:
     for name, structure in (("laplace", "kron"), ("diag", "diag")):
         found = GaussianPosterior.load(path, best, name=name)
         same_posterior(found, fit_laplace(best, plain_loader(), structure=structure), X)
-    with pytest.raises(PosteriorError, match=r"ckpt: .* several posteriors, but no name= .* 'laplace', 'diag'"):
+    with pytest.raises(PosteriorError, match=r"ckpt: .* several posteriors: choose one with name=.* 'laplace', 'diag'"):
         GaussianPosterior.load(path, best)
     with pytest.raises(PosteriorError, match="not those the posterior was fitted to"):
         GaussianPosterior.load(path, Classifier(), name="diag")
@@ -97,7 +97,7 @@ def test_the_file_of_the_last_weights_is_refused_for_others_and_the_checkpoint_n
     callback, checkpoint = by_evidence(), ModelCheckpoint(tmp_path / "kept", monitor="step", mode="min")
     fit_with(tmp_path, callback, checkpoint)
     best = Classifier.load_from_checkpoint(checkpoint.best_model_path)
-    message = "laplace_posterior.pt: the network's weights are not .* belongs to the last weights; .* a checkpoint"
+    message = "laplace_posterior.pt: the network's weights are not .* matches the last weights; .* a checkpoint"
     with pytest.raises(PosteriorError, match=message):
         GaussianPosterior.load(callback.posterior_path, best)
     assert GaussianPosterior.load(checkpoint.best_model_path, best).predict(X).probs.shape == (5, 3)

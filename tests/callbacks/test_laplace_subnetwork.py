@@ -55,7 +55,7 @@ def test_the_posterior_of_another_callback_chooses(kind: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
-        ({"subset": Subnetwork(32)}, SubsetError, r"n=32\) asks for more weights than there are to choose from: 31"),
+        ({"subset": Subnetwork(32)}, SubsetError, r"n=32\) asks for more weights than the 31 that are available"),
         ({"subset": Subnetwork(3), "prior_precision": [1.0, 2.0, 3.0]}, PriorError, "one for each of the 2 layers"),
     ],
 )

@@ -157,7 +157,7 @@ def test_the_evidence_can_be_had_by_one_pass_over_the_data(tmp_path: Path) -> No
     """Training does not use it."""
     run = trained(tmp_path, Autoencoder(), vectors())
     posterior: Any = run.callback.posterior
-    with pytest.raises(RuntimeError, match="does not know their likelihood: use with_log_likelihood"):
+    with pytest.raises(RuntimeError, match="has no log-likelihood: use with_log_likelihood"):
         posterior.log_marginal_likelihood()
     known = posterior.with_log_likelihood([(x, x) for x in vectors()])
     x = torch.cat(vectors())

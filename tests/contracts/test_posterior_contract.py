@@ -472,7 +472,7 @@ def test_curvature_and_prior_are_apart_or_asking_is_an_error(kind: str) -> None:
         return
     assert not isinstance(posterior, LaplacePosterior)
     for call in (posterior.log_marginal_likelihood, lambda: posterior.with_prior(1.0), posterior.tune_prior):
-        with pytest.raises(PosteriorError, match="fit_laplace gives a LaplacePosterior that does"):
+        with pytest.raises(PosteriorError, match="use a LaplacePosterior from fit_laplace"):
             call()
 
 

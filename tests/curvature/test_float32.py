@@ -191,7 +191,7 @@ def test_float32_has_the_evidence_of_float64_if_the_data_determine_nothing(
 @pytest.mark.parametrize(("problem", "structure", "method"), cases(lambda case: case in ROUNDED))
 def test_a_low_rank_that_float32_rounds_warns(problem: str, structure: str, method: str) -> None:
     numbers(problem, structure, method, torch.float64)
-    with pytest.warns(BayesWarning, match="from rounding in float32"):
+    with pytest.warns(BayesWarning, match="from rounding errors in float32"):
         numbers(problem, structure, method, torch.float32)
 
 

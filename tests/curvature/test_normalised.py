@@ -139,7 +139,7 @@ def test_they_are_kept_in_the_state_and_found_from_data_where_they_are_not_known
     assert loaded.curvature.normalised == ("0",)
     bare = replace(posterior, curvature=replace(posterior.curvature, normalised=None))  # as without a pass
     tuning = Tuning("mackay", groups="normalised")
-    with pytest.raises(PosteriorError, match="does not know: pass loader="):
+    with pytest.raises(PosteriorError, match="has not stored: pass loader="):
         bare.tune_prior(tuning)
     tuned = bare.tune_prior(tuning, loader).prior_precision
     torch.testing.assert_close(tuned, posterior.tune_prior(tuning).prior_precision)

@@ -150,7 +150,7 @@ def test_training_points_are_kept_in_the_first_pass_alone() -> None:
 
 
 @pytest.mark.parametrize("prior", [10.0, 1e-3, [1e-3, 1e-2]])
-@pytest.mark.filterwarnings("ignore:structure='lowrank' cannot tell eigenvalues")
+@pytest.mark.filterwarnings("ignore:structure='lowrank' cannot distinguish eigenvalues")
 def test_float32_has_variances_that_are_positive_and_no_smaller_than_the_full_ones(prior: Any) -> None:
     """The largest eigenvalue is up to 10⁸ times the prior, which float32 could not subtract."""
     net, y = network(), TARGETS["regression"][1]

@@ -256,9 +256,9 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "target nan|NaN or infinite": {"y": lambda y: y * math.nan},
     "unknown prior 'lasso'": {"prior": "lasso"},
     "block 'b' names 'nothing'": {"blocks": {"a": ["down", "up", "head"], "b": ["nothing"]}},
-    "maps names to lists": {"blocks": {"a": "down"}},
+    "must map names to lists": {"blocks": {"a": "down"}},
     "one variance for all weights": {"prior": "gaussian", "blocks": {"a": ["down"]}},
-    "no block has the parameter up.0.weight": {"blocks": {"filters": ["down"]}},
+    "no block contains the parameter up.0.weight": {"blocks": {"filters": ["down"]}},
 }
 
 
@@ -315,7 +315,7 @@ def test_total_variation_is_that_of_images(problem: dict[str, Any]) -> None:
 
 def test_a_kernel_that_no_memory_holds_is_refused(problem: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_bayes.inverse.measurement_posterior._MOST", 8 * D_Y**2)
-    with pytest.raises(PosteriorError, match="use exact_up_to=8, for products alone"):
+    with pytest.raises(PosteriorError, match="use exact_up_to=8, to use only products"):
         fit(problem, "ard")
 
 

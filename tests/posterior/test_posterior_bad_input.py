@@ -27,7 +27,7 @@ def test_data_without_a_single_target_are_no_data(problem: Case, posterior: Lapl
     batches = [(problem.x[:4], IGNORED[:4]), (problem.x[4:], IGNORED[4:])]
     with pytest.raises(DataError, match=r"all targets are equal to ignore_index"):
         fit_laplace(problem.network, batches)
-    with pytest.raises(ValueError, match=r"no held-out target counts: all are marked as unknown"):
+    with pytest.raises(ValueError, match=r"no held-out targets: all are marked as unknown"):
         posterior.tune_prior("grid", batches)
     with pytest.raises(DataError, match=r"all targets are marked as unknown .* evaluate needs at least one"):
         evaluate(posterior, batches)

@@ -105,9 +105,9 @@ def test_a_link_stays_a_link(posterior: LaplacePosterior, path: Path) -> None:
 
 
 def test_places_that_cannot_be_written_are_named(posterior: LaplacePosterior, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"as .*/a/p\.pt: there is no folder .*/a; create it first"):
+    with pytest.raises(FileNotFoundError, match=r"as .*/a/p\.pt: the folder .*/a does not exist; create it first"):
         posterior.save(tmp_path / "a" / "p.pt")
-    with pytest.raises(IsADirectoryError, match="which is a folder: name a file in it"):
+    with pytest.raises(IsADirectoryError, match="which is a folder: pass the path of a file"):
         posterior.save(tmp_path)
 
 
@@ -122,7 +122,7 @@ def saved(content: Any) -> bytes:
     return buffer.getvalue()
 
 
-CUT, REFUSED = "is no posterior's file, or was cut short", "holds Python objects .* could run any code"
+CUT, REFUSED = "is truncated, or not a posterior's file", "contains Python objects .* could run arbitrary code"
 FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "truncated": (lambda whole: whole[: len(whole) // 2], CUT),
     "text": (lambda _: b"hello", CUT),
@@ -133,14 +133,14 @@ FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a module": (lambda _: saved(nn.Linear(1, 1)), REFUSED),
     "weights": (
         lambda _: saved(nn.Linear(1, 1).state_dict()),
-        r"no posterior but a dictionary of 'weight', 'bias'",
+        r"not contain a posterior, but a dictionary of 'weight', 'bias'",
     ),
     "checkpoint": (
         lambda _: saved(dict.fromkeys("abcd", 0)),
-        r"no posterior but a dictionary of 'a', 'b', 'c', …",
+        r"not contain a posterior, but a dictionary of 'a', 'b', 'c', …",
     ),
-    "tensor": (lambda _: saved(torch.ones(2)), "holds no posterior but an object of type Tensor"),
-    "newer": (lambda _: saved({"format": 99}), r"holds no posterior that this version reads \(format 99\)"),
+    "tensor": (lambda _: saved(torch.ones(2)), "does not contain a posterior, but an object of type Tensor"),
+    "newer": (lambda _: saved({"format": 99}), r"cannot read a posterior from the state \(format 99\)"),
 }
 
 
@@ -179,7 +179,7 @@ def test_a_flipped_byte_is_noticed_or_harmless(posterior: LaplacePosterior, path
     number = posterior.curvature.structure.blocks[0].right.values.numpy().tobytes()  # type: ignore[attr-defined]
     place = whole.index(number) + 5
     path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-    with pytest.raises(PosteriorError, match=r"posterior\.pt is damaged: its contents are not what was saved"):
+    with pytest.raises(PosteriorError, match=r"posterior\.pt is damaged: its contents do not match its digest"):
         GaussianPosterior.load(path, posterior.network)
 
 
@@ -214,13 +214,13 @@ def negative_prior(state: dict[str, Any]) -> None:
 
 
 STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "NaN in the mean": (nan_mean, "the mean of the posterior holds NaN or infinity: fit the posterior again"),
-    "infinite curvature": (infinite_curvature, "the curvature of the posterior holds NaN or infinity"),
-    "short mean": (short_mean, "its mean is of 30 weights, but the parameters it names have 31"),
-    "missing block": (missing_block, "its curvature is of 16 weights, but the parameters it names have 31"),
-    "no mean": (lambda state: state.pop("mean"), "not complete: it has no 'mean'"),
-    "no curvature": (lambda state: state.pop("curvature"), "not complete: it has no 'curvature'"),
-    "half a matrix": (lambda state: state["curvature"].pop("blocks"), "not complete: its matrix cannot be read"),
+    "NaN in the mean": (nan_mean, "the posterior's mean contains NaN or infinity: fit the posterior again"),
+    "infinite curvature": (infinite_curvature, "the posterior's curvature contains NaN or infinity"),
+    "short mean": (short_mean, "its mean has 30 weights, but its parameters have 31"),
+    "missing block": (missing_block, "its curvature has 16 weights, but its parameters have 31"),
+    "no mean": (lambda state: state.pop("mean"), "incomplete: it has no 'mean'"),
+    "no curvature": (lambda state: state.pop("curvature"), "incomplete: it has no 'curvature'"),
+    "half a matrix": (lambda state: state["curvature"].pop("blocks"), "incomplete: its matrix cannot be read"),
     "negative prior": (negative_prior, "prior_precision must be positive and finite, got -1"),
 }
 
@@ -240,7 +240,7 @@ def test_a_state_that_does_not_fit_itself_is_refused_from_files_and_checkpoints(
 
 
 def test_a_state_that_is_no_dictionary_is_refused() -> None:
-    with pytest.raises(PosteriorError, match=r"holds no posterior that this version reads .* an object of type list"):
+    with pytest.raises(PosteriorError, match=r"cannot read a posterior from the state .* an object of type list"):
         GaussianPosterior.from_state_dict(mlp(), [1, 2])  # type: ignore[arg-type]
 
 
@@ -250,7 +250,7 @@ def test_an_unknown_likelihood_stays_unknown(posterior: LaplacePosterior, tmp_pa
     loaded = GaussianPosterior.load(tmp_path / "unknown.pt", posterior.network)
     assert isinstance(loaded, LaplacePosterior)
     assert not loaded.curvature.knows_likelihood
-    with pytest.raises(PosteriorError, match="made without a pass over the data"):
+    with pytest.raises(PosteriorError, match="computed without a pass over the data"):
         loaded.log_marginal_likelihood()
 
 

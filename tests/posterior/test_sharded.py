@@ -234,7 +234,7 @@ def test_errors_say_what_to_do() -> None:
         net[4].bias[0] += 1e-3
     with pytest.raises(PosteriorError, match="not those the posterior was fitted to"):
         posterior.predict(x)
-    with pytest.raises(PosteriorError, match="not those of the posterior: load the matching weights"):
+    with pytest.raises(PosteriorError, match="do not match the posterior: load the matching weights"):
         posterior.gather(net)
 
 

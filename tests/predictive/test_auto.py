@@ -265,7 +265,7 @@ def test_one_with_no_likelihood_keeps_its_prior(caplog: pytest.LogCaptureFixture
     unknown = replace(posterior.curvature, log_likelihood=None, gradient=None)
     blind = replace(posterior, curvature=unknown)
     assert torch.equal(blind.tune_prior("auto").prior_precision, posterior.prior_precision)
-    assert "the prior stays" in caplog.text
+    assert "the prior is kept" in caplog.text
     choice = survey(blind, batches, Scoring(of="probs"), tune=True, calibrate=True)
     assert isinstance(choice, PriorChoice)
     assert choice.priors == PRIORS  # no evidence bounds them

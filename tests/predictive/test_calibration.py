@@ -197,7 +197,7 @@ def test_data_that_say_nothing_are_one_clear_sentence(caplog: pytest.LogCaptureF
     x, y = batches[0]
     with pytest.raises(DataError, match="held-out data are empty"):
         posterior.calibrate([])
-    with pytest.raises(DataError, match="have one class only"):
+    with pytest.raises(DataError, match="contain only one class"):
         posterior.calibrate([(x, torch.zeros_like(y))])
     with pytest.raises(LikelihoodError, match="NaN in the network's output"):
         posterior.calibrate([(x * math.nan, y)])

@@ -248,7 +248,7 @@ def test_dense_sets_hold_their_share_of_a_new_example() -> None:
 def test_too_few_examples_promise_nothing_less_than_everything() -> None:
     probs, y = drawn(9)
     assert Conformal.fit(of_probs(probs), y, 0.9).quantile.isfinite()  # 0.9·10 = 9
-    with pytest.warns(UserWarning, match="8 held-out examples cannot promise.*0.9, so sets hold all classes: "):
+    with pytest.warns(UserWarning, match="8 held-out examples cannot guarantee.*0.9, so sets hold all classes: "):
         conformal = Conformal.fit(of_probs(probs[:8]), y[:8], 0.9)
     assert conformal.sets(of_probs(probs)).all()
     with pytest.warns(UserWarning, match="1 held-out examples cannot.*so intervals are infinite: hold out at least 9"):
@@ -294,7 +294,7 @@ def test_what_cannot_be_scored_is_one_sentence() -> None:
         ),
         (of_probs(probs), y + 3, "targets must be classes from 0 to 4, got [5-7]"),
         (of_probs(probs), y + 0.5, "targets must be classes from 0 to 4, got"),
-        (of_probs(probs), torch.full((30,), -100), "no held-out target counts"),
+        (of_probs(probs), torch.full((30,), -100), "no held-out targets"),
         (real, y, r"need real targets of shape \[30, 5\], got torch.int64"),
         (
             of_real(probs.reshape(15, 2, 5), probs.reshape(15, 2, 5)),
@@ -302,7 +302,7 @@ def test_what_cannot_be_scored_is_one_sentence() -> None:
             r"of shape \[15, 2, 5\] need real targets of shape \[15, 2, 5\], got torch.float64 of shape \[15, 5, 2\]",
         ),
         (real, probs[:, :3], r"got torch.float64 of shape \[30, 3\]"),
-        (real, probs + math.nan, "hold NaN or infinity"),
+        (real, probs + math.nan, "contain NaN or infinity"),
     ]:
         with pytest.raises(DataError, match=words):
             Conformal.fit(prediction, targets)
@@ -339,7 +339,7 @@ def test_a_posterior_makes_sets_of_its_own_predictions(digits: Any, tmp_path: Pa
     for again in (Conformal.load(tmp_path / "conformal.pt", posterior), replace(conformal)):
         assert torch.equal(again.predict(x[300:]), sets)
         assert repr(again) == repr(conformal)
-    with pytest.raises(PosteriorError, match="the state holds no Conformal that this version reads"):
+    with pytest.raises(PosteriorError, match="this version cannot read a Conformal from the state"):
         Conformal.from_state_dict(posterior.state_dict())
     ensemble = DeepEnsemble([posterior])
     torch.testing.assert_close(conformalize(ensemble, loader(x[:300], y[:300]), 0.9).quantile, conformal.quantile)

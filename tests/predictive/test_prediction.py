@@ -460,7 +460,7 @@ def test_examples_put_together_again_are_the_whole(kind: str) -> None:
 def test_an_index_that_means_no_examples_is_refused() -> None:
     prediction = posterior("dense classes").predict(X)
     for bad in ((0, 1), "label", 1.5, None, True, [[0]], torch.zeros(2, 2, dtype=torch.long), ...):
-        with pytest.raises(IndexError, match=r"indexed by its examples|mask needs the shape"):
+        with pytest.raises(IndexError, match=r"index a prediction by its examples|mask needs the shape"):
             prediction[bad]
     for bad in (7, -8, [0, 7]):
         with pytest.raises(IndexError, match="there are 7 examples, got the index"):
@@ -479,7 +479,7 @@ def test_what_cannot_be_put_together_says_why() -> None:
         ([classes, dense], ValueError, r"of shapes \[7, 3\] and \[7, 3, 2, 2\]"),
         ([classes, elsewhere], ValueError, r"on several devices, cpu and meta.*\[prediction.cpu\(\) for"),
         ([{"laplace": classes, "swag": classes}], TypeError, r"\[batch\['laplace'\] for batch in predictions\]"),
-        ([[classes], [classes]], TypeError, r"of several dataloaders: pass those of one, predictions\[0\]"),
+        ([[classes], [classes]], TypeError, r"one list per dataloader: pass one of them, such as predictions\[0\]"),
         ([classes, None], TypeError, "got one with None"),
     ]:
         with pytest.raises(error, match=words):

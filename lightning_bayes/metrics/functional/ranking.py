@@ -1,4 +1,4 @@
-"""Metrics of the order that a real-valued score gives to examples: OOD detection and selective prediction.
+"""Metrics of a ranking of examples by a real-valued score: OOD detection and selective prediction.
 
 Only the order of the scores matters, so they may have any range. torchmetrics' curves are not used, because they apply
 a sigmoid to every batch whose scores leave [0, 1].
@@ -77,7 +77,7 @@ def check_histogram(resolution: int | None, score_range: tuple[float, float] | N
     """A histogram needs both a resolution and a range; the exact mode needs neither."""
     if (resolution is None) != (score_range is None):
         raise MetricInputError(
-            "resolution and score_range belong together: give both for a histogram, neither for the exact result."
+            "resolution and score_range belong together: pass both for a histogram, or neither for the exact result."
         )
     if resolution is not None and score_range is not None:
         count("resolution", resolution, error=MetricInputError)

@@ -1,6 +1,6 @@
 """Scores and calibration of a Gaussian predictive N(μ, σ²), or of a Student-t with the same mean and variance.
 
-`variance` is the variance of the observation: epistemic plus noise. `df`, one number or one per element, holds the
+`variance` is the variance of the observation: epistemic plus noise. `df`, one number or one per element, is the
 degrees of freedom ν > 2 of a Student-t (see `student_t`); None or infinity is a Gaussian. Several outputs per example
 are averaged.
 
@@ -60,7 +60,7 @@ Freedom = float | Tensor | None  # degrees of freedom
 def gaussian_nll(
     mean: Tensor, variance: Tensor, target: Tensor, df: Freedom = None, validate_args: bool = True
 ) -> Tensor:
-    """Mean negative log-likelihood of `target` under N(mean, variance), all of one shape.
+    """Mean negative log-likelihood of `target` under N(mean, variance), all of the same shape.
 
     >>> gaussian_nll(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 4.0]), torch.tensor([1.0, 1.0]))
     tensor(1.5155, dtype=torch.float64)
@@ -75,7 +75,7 @@ def _gaussian_nll_update(mean: Tensor, variance: Tensor, target: Tensor, df: Ten
 def gaussian_crps(
     mean: Tensor, variance: Tensor, target: Tensor, df: Freedom = None, validate_args: bool = True
 ) -> Tensor:
-    """Mean CRPS of N(mean, variance) for `target`, all of one shape.
+    """Mean CRPS of N(mean, variance) for `target`, all of the same shape.
 
     >>> gaussian_crps(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 4.0]), torch.tensor([1.0, 1.0]))
     tensor(0.5349, dtype=torch.float64)

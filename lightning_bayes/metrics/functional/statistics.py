@@ -1,4 +1,4 @@
-"""What all metrics share: checked inputs as flat float64 tensors, and sums that batches and processes add up.
+"""The parts that all metrics share: checked inputs as flat float64 tensors, and sums that batches and processes add up.
 
 Metrics take probabilities, not logits: values in [0, 1] that sum to one over the class axis, up to the rounding of
 their dtype. The shapes of `probs` and `target` select the layout:
@@ -31,7 +31,7 @@ Norm = Literal["l1", "l2", "max"]
 
 
 class MetricInputError(ValueError):
-    """A metric received an input or setting that it cannot use; the message says what to pass instead."""
+    """Raised if a metric receives an input or setting that it cannot use; the message says what to pass instead."""
 
 
 @cache
@@ -52,7 +52,7 @@ def classification_inputs(
     if not probs.is_floating_point():
         raise MetricInputError(f"probs must be floating-point probabilities, got {probs.dtype}.")
     if target.is_floating_point() or target.is_complex():
-        raise MetricInputError(f"target must hold integer class labels, got {target.dtype}.")
+        raise MetricInputError(f"target must contain integer class labels, got {target.dtype}.")
     tolerance = max(1e-4, 4 * torch.finfo(probs.dtype).eps)
     probs, target = _widen(probs), target.long()
     if probs.shape == target.shape:
@@ -96,7 +96,7 @@ def regression_inputs(
     if validate:
         for name, value in (("mean", mean), ("variance", variance), ("target", target)):
             if not bool(value.isfinite().all()):
-                raise MetricInputError(f"{name} must be finite, but holds NaN or infinity.")
+                raise MetricInputError(f"{name} must be finite, but contains NaN or infinity.")
         if not bool((variance > 0).all()):
             raise MetricInputError(f"variance must be positive, got a minimum of {float(variance.min()):g}.")
     return mean, variance, target, freedom
@@ -126,7 +126,7 @@ def score_inputs(score: Tensor, label: Tensor, names: tuple[str, str], validate:
         )
     score, label = flat_score(score_name, score, validate), _widen(label).reshape(-1)  # [N]
     if validate and not bool(((label == 0) | (label == 1)).all()):
-        raise MetricInputError(f"{label_name} must be boolean, or hold only 0 and 1.")
+        raise MetricInputError(f"{label_name} must be boolean, or contain only 0 and 1.")
     return score, label
 
 
@@ -135,7 +135,7 @@ def flat_score(name: str, score: Tensor, validate: bool = True) -> Tensor:
     check_tensors(**{name: score})
     score = _widen(score).reshape(-1)  # [N]
     if validate and bool(score.isnan().any()):
-        raise MetricInputError(f"{name} holds NaN.")
+        raise MetricInputError(f"{name} contains NaN.")
     return score
 
 
@@ -174,7 +174,9 @@ def _check_probabilities(probs: Tensor, tolerance: float) -> None:
             "probs has a class axis of length 1. Squeeze it to pass P(y = 1) in the shape of target."
         )
     if not bool(((probs >= 0) & (probs <= 1 + tolerance)).all()):
-        raise MetricInputError("probs must lie in [0, 1] and hold no NaN; apply a softmax or sigmoid to logits first.")
+        raise MetricInputError(
+            "probs must be in [0, 1] and contain no NaN; apply a softmax or sigmoid to logits first."
+        )
     error = (probs.sum(-1) - 1).abs()  # [N]
     if bool((error > tolerance).any()):
         raise MetricInputError(

@@ -1,4 +1,4 @@
-"""A Student-t with variance `σ²` and `ν > 2` degrees of freedom. Without `ν`, or where it is infinite, a Gaussian.
+"""A Student-t with variance `σ²` and `ν > 2` degrees of freedom. Without `ν`, or if it is infinite, it is a Gaussian.
 
 `ν` changes the shape and never the variance: with `e = (y - μ)²/σ²`,
 
@@ -15,13 +15,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-NODES = 200  # of the mean over λ: only rounding errors remain
+NODES = 200  # nodes of the mean over λ: only rounding errors remain
 CHUNK = 2**12  # values at a time
-FAR = 50.0  # where asymptotic series are exact up to rounding
+FAR = 50.0  # above this the asymptotic series are exact up to rounding
 
 
 def student_nll(error: Tensor, variance: Tensor, df: Tensor | None = None) -> Tensor:
-    """`-log p(y)` from `e = (y - μ)²/σ²`, all of one shape."""
+    """`-log p(y)` from `e = (y - μ)²/σ²`, all of the same shape."""
     gaussian = 0.5 * ((2 * math.pi * variance).log() + error)
     if df is None:
         return gaussian
@@ -38,7 +38,7 @@ def student_entropy(variance: Tensor, df: Tensor) -> Tensor:
 
 
 def log_gamma_step(x: Tensor) -> Tensor:
-    """`log Γ(x + ½) - log Γ(x)`, without the difference of two large numbers."""
+    """`log Γ(x + ½) - log Γ(x)`, without subtracting two large numbers."""
     far = x.clamp(min=FAR)
     series = far.log() / 2 - 1 / (8 * far) + 1 / (192 * far**3) - 1 / (640 * far**5)
     return torch.where(x > FAR, series, (x + 0.5).lgamma() - x.lgamma())
@@ -62,7 +62,7 @@ def student_cdf(z: Tensor, df: Tensor | None = None) -> Tensor:
 
 
 def _of_t(t: Tensor, ν: Tensor) -> Tensor:
-    """The trapezoid rule in `w = log λ`, whose density is proportional to `exp ½ν(w - e^w)`, from where that is e^-40
+    """The trapezoid rule in `w = log λ`, whose density is proportional to `exp ½ν(w - e^w)`, starting where it is e^-40
     of its maximum. The error falls exponentially in the number of nodes.  # [N], [N] -> [N]"""
     ν = ν.unsqueeze(1)
     reach = 80 / ν + (160 / ν).sqrt()
@@ -82,7 +82,7 @@ def half_width(level: float, variance: Tensor, df: Tensor | None = None) -> Tens
 
 @cache
 def _half_width(level: float, df: float) -> float:
-    """For a variance of one."""
+    """`half_width` for a variance of one."""
     p, ν = (1 + level) / 2, torch.tensor(df, dtype=torch.float64, device="cpu")
     if math.isinf(df):
         return float(torch.special.ndtri(torch.tensor(p, dtype=torch.float64, device="cpu")))
