@@ -39,6 +39,7 @@ LOG_TEMPERATURES = tuple(math.log(2) * k / 4 for k in range(-24, 13))  # 1/64 to
 CACHED = 2**13  # positions processed at a time
 DEGREES = (math.inf, 50.0, 30.0, 20.0, 15.0, 10.0, 8.0, 6.0, 5.0, 4.0, 3.0)  # of freedom
 TAIL_DOUBT = 10.0  # the rate of an exponential prior on 1/ν: few examples keep a Gaussian
+SMALLEST = 1e-30  # squared error in units of the variance: a variance stays positive where a network fits all targets
 MOST_OUTPUTS = 2**10  # outputs of an example that count, evenly spaced
 FEW = 50  # examples; with fewer, even one number is uncertain
 
@@ -151,8 +152,8 @@ class Errors:
         """The best variance factor `s` and, with `tails`, degrees of freedom `ν` of each candidate,
 
         argmin −Σ log p(y; m, sv, ν) + ½ a (½ log s)² + b/ν,    a = doubt,  b = TAIL_DOUBT."""
-        r = self.ratio.flatten(1)  # [D, N·C]
-        log_s = r.mean(1).clamp_min(torch.finfo(r.dtype).tiny).log()
+        r = self.ratio.flatten(1).clamp_min(SMALLEST)  # [D, N·C]
+        log_s = r.mean(1).log()
         best = torch.full((3, 1), torch.inf, dtype=r.dtype, device=r.device)
         for ν in DEGREES if tails else DEGREES[:1]:
             log_s = _best_factor(r, 1 / ν, doubt, log_s)

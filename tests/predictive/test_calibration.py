@@ -135,6 +135,14 @@ def test_the_factor_of_a_variance_is_the_mean_squared_error_in_its_units(kind: s
     torch.testing.assert_close(after.epistemic / after.variance, before.epistemic / before.variance)
 
 
+def test_a_variance_stays_positive_where_all_targets_are_the_networks_outputs() -> None:
+    posterior, batches = fitted("real")
+    x = batches[0][0]
+    after = posterior.calibrate([(x, posterior.predict(x, "map").mean)] * 2).predict(x)
+    assert after.variance.min() > 0
+    assert after.variance.max() < 1e-20
+
+
 @pytest.mark.parametrize("kind", LIKELIHOODS)
 def test_nothing_else_changes_and_the_state_keeps_it(kind: str) -> None:
     posterior, batches = fitted(kind)
