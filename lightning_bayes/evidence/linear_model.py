@@ -191,6 +191,8 @@ class LinearModel:
         start, batches = 0, list[Batch]()
         for batch in self._loader:
             x, y = inputs.to_device(inputs.split_targets(posterior.network, batch), posterior.device)
+            # The factors of a whole input take a backward pass for each example, its products one for all.
+            is_small = is_small and not isinstance(x, inputs.WholeInput)
             with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
                 of_batch = (KeptBatch if is_small else NetworkBatch)(posterior, x, y, start)
                 yield of_batch

@@ -29,6 +29,7 @@ from lightning_bayes import (
 from lightning_bayes.evidence import linear_model
 from lightning_bayes.evidence.linear_model import LinearModel
 from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network.inputs import WholeInput
 from lightning_bayes.posterior import PosteriorError
 from lightning_bayes.predictive.held_out import Scoring, held_out_laws
 
@@ -118,6 +119,27 @@ def test_a_search_keeps_to_its_passes_and_says_how_near_it_came() -> None:
     _, residual = model.minimum(posterior, passes=7, tolerance=1e-9)
     assert model.passes <= 7
     assert 1e-9 < residual < 1
+
+
+def test_a_pass_over_a_whole_input_does_not_run_it_for_each_example() -> None:
+    """Its examples are computed together, so factors of the Jacobian would take a run for each."""
+
+    class Mixing(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            f = super().forward(x)
+            return f + f.mean(0)
+
+    torch.manual_seed(0)
+    network, x, y = (
+        Mixing(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double(),
+        torch.randn(13, 3).double(),
+        torch.randint(0, 3, (13,)),
+    )
+    whole = [(WholeInput(x, torch.arange(13)), y)]
+    posterior, runs = fit_laplace(network, whole, structure="diag"), list[Any]()
+    network.register_forward_hook(lambda *_: runs.append(None))
+    LinearModel(whole).at(posterior, torch.zeros_like(posterior.mean))
+    assert len(runs) < len(x)
 
 
 @pytest.mark.parametrize("kind", ["classification", "binary", "regression"])
