@@ -330,7 +330,7 @@ def test_what_cannot_be_a_prior_says_so(words: dict[str, Any], says: str) -> Non
 def test_a_factor_on_a_posterior_is_one_number_also_when_tuned() -> None:
     _, after = two_fits("mlp", "kron")
     for call in (lambda: after.with_prior([1.0, 2.0]), lambda: after.tune_prior(Tuning("marglik", groups="layers"))):
-        with pytest.raises((PriorError, PosteriorError), match="a factor on|one factor"):
+        with pytest.raises((PriorError, PosteriorError), match=r"a factor on|one factor"):
             call()
     with pytest.raises(PosteriorError, match="exact sum"):
         after.log_marginal_likelihood(at="optimum")
