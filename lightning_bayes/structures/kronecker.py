@@ -314,8 +314,8 @@ class Kronecker(Structure):
 @dataclass(frozen=True, eq=False)
 class PartialRoot:
     """`Σ (E_G ⊗ E_A) diag(c) (E_G ⊗ E_A)ᵀ + δ^(-1/2) I` with `c = (λμ + δ)^(-1/2) − δ^(-1/2)`. A `λμ` that is
-    negligible beside `δ` counts as zero. Each step of the sum takes the eigenvectors `E_G` that are paired with the same
-    number of `E_A`, up to a factor of two or `NARROW`."""
+    negligible beside `δ` counts as zero. Each step of the sum takes the eigenvectors `E_G` that are paired with the
+    same number of `E_A`, up to a factor of two or `NARROW`."""
 
     steps: tuple[tuple[Tensor, Tensor, Tensor], ...]  # E_G [g, O, r], E_A [g, I, k] and c [g, r, k]
     inputs: Tensor | None  # coordinates where the E_A are not zero; None if these are most
