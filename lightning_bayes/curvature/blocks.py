@@ -336,7 +336,7 @@ def _strips(layer: LayerUse, calls: list[Call], examples: slice, Q: Tensor | Non
 
 
 class InputSum:
-    """The lower triangle of `Σ [a 1][a 1]ᵀ`, or a few rows `[a 1]`.
+    """The lower triangle of `Σ [a 1][a 1]ᵀ`, or the rows `[a 1]` themselves while they are few.
 
     Args:
         shape: groups and columns, including the column of the bias.

@@ -19,8 +19,8 @@ Columns that meet again after a fork are added, which is exact. Diagonals that m
 their cross terms. The rules of single operations are in `diagonal_rules`.
 
 A column costs a backward pass. At a tensor of `R` features `R` columns are enough, and merging `K` columns into `R`
-costs about `KR²` operations per example. A cut is a tensor through which all later operations get their input; the
-cheapest choice of cuts to merge at is a shortest path.
+costs about `KR²` operations per example. A cut is a tensor through which all later operations get their input; the cuts
+at which merging columns costs least are found as a shortest path.
 """
 
 from __future__ import annotations

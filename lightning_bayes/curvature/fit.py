@@ -160,8 +160,8 @@ def fit_curvature(
 
 
 def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihood) -> nn.Module:
-    """A view of the network that fits the first batch: which output dimension indexes classes, whether only the output
-    has a row per example, and whether the input is a list with one entry per example."""
+    """A view of the network that matches the first batch: which output dimension indexes classes, whether only the
+    output has a row per example, and whether the input is a list with one entry per example."""
     inputs.batch_size(x)  # raises an error if x contains no tensor
     output = replace(output_of(network), together=isinstance(x, WholeInput), listed=isinstance(x, Sequences))
     if output.class_dim is None:

@@ -41,7 +41,7 @@ _WAY_OUT = "freeze it, or use L2MCallback, subset='last_layer' or strategy='ddp'
 
 
 def check_layers(network: nn.Module) -> None:
-    """Raise an error, before training, for trainable weights with gradients that no hook sees."""
+    """Raise an error, before training, for trainable weights whose gradients the hooks cannot record."""
     modules = dict(unwrap_output(network).named_modules())
     owners: dict[nn.Parameter, str] = {}
     for name, p in unwrap_output(network).named_parameters(remove_duplicate=False):
@@ -105,7 +105,8 @@ class ShardedDiagonalSum:
 
 
 class LayerDiagonals(BatchSum):
-    """The diagonal of this process's shards, layer by layer. A layer is summed over processes batch by batch."""
+    """The diagonal of this process's shards, layer by layer. The diagonal of a layer is added over processes batch by
+    batch."""
 
     learns_likelihood = False
 

@@ -29,7 +29,7 @@ _ATTENTION = F.multi_head_attention_forward
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """A tensor as it was when an operation used it. If it is overwritten in place later, its values must not be
+    """A tensor as it was when an operation used it. If the tensor is overwritten in place later, its values must not be
     used."""
 
     tensor: Tensor
@@ -84,7 +84,7 @@ class Call(Role):
     layer: Layer
     edge: GradientEdge
     output_shape: torch.Size
-    input: Version  # must not be overwritten before it is used
+    input: Version  # the layer's input, which must not be overwritten before its use
     rows: Rows = PLAIN  # which rows of the output belong to which example
 
     @property

@@ -60,8 +60,7 @@ def _nonfinite_output(batch: str, has_bad_input: bool) -> DataError:
 
 
 def check_examples_apart(network: nn.Module, f: Tensor, in_batch: Tensor) -> None:
-    """Raise unless a few examples alone give the same outputs, `f`, as at the beginning of a larger batch,
-    `in_batch`."""
+    """Raise unless a few examples alone give the same outputs, `f`, as in the first rows of a batch, `in_batch`."""
     distance = torch.linalg.vector_norm((f - in_batch[: len(f)]).detach())
     if distance > TOLERANCE.get(f.dtype, 0.1) * f.detach().norm() + 1e-30:
         kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

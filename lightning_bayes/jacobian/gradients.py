@@ -100,8 +100,8 @@ class LayerGradients:
         return wrong
 
     def _looped(self, f: Tensor, calls: list[Call], columns: Tensor) -> list[Tensor]:
-        """One column at a time, into buffers that the next call reuses: allocation would cost more than the copy. The
-        columns of an example are adjacent, as its per-example gradient needs them."""
+        """One column at a time, into buffers that the next call reuses: allocation would cost more than the copy. In
+        the buffers the columns of an example are adjacent, because its per-example gradient reads them together."""
         shapes = [(call.output_shape[0], len(columns), *call.output_shape[1:]) for call in calls]
         if [g.shape for g in self._buffers] != shapes or self._buffers[0].dtype != columns.dtype:
             self._buffers = [columns.new_empty(shape) for shape in shapes]

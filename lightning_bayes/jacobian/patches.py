@@ -57,8 +57,8 @@ class Patches:
         return [(size - r - 1) // s + 1 for size, r, s in zip(sizes, reach, self.stride, strict=True)]
 
     def _rows(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """The patches of the output rows `start:stop`, which see the rows `first:last` of the image; rows outside it
-        are padding."""
+        """The patches of the output rows `start:stop`. They see the rows `first:last` of the image after zeros are
+        inserted; rows outside the image are padding."""
         before, s = self.padding[0][0], 1 if self.spread is None else self.spread[0]
         first = start * self.stride[0] - before
         last = (stop - 1) * self.stride[0] - before + self.dilation[0] * (self.kernel[0] - 1) + 1

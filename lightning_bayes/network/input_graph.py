@@ -33,7 +33,7 @@ _NO_DERIVATIVE = ("is not implemented", "Can't call numpy()")  # texts in PyTorc
 
 
 def check_differentiable(x: Any) -> None:
-    """Raise if gradients are off, or if no tensor of `x` requires a gradient."""
+    """Raise if gradients are off, or if `x` has tensors and none of them requires a gradient."""
     if not torch.is_grad_enabled():
         raise DataError(
             "differentiable=True keeps a graph, but gradients are off (torch.no_grad(), torch.inference_mode()): call "
