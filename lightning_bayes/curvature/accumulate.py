@@ -7,7 +7,7 @@ outputs into the sums of its structure.
 To add a structure, subclass `BlockAccumulator` for a matrix with one block per layer, or `JacobianAccumulator` for any
 other, and give the class a `word`: defining the class registers it.
 
-`structure="ekfac"` takes a second pass, which refits the eigenvalues of the Kronecker blocks of the first (see
+`structure="ekfac"` takes a second pass, which refits the eigenvalues of the Kronecker blocks of the first pass (see
 `blocks`).
 """
 
@@ -52,19 +52,19 @@ from lightning_bayes.structures.factor import Rank
 
 FisherRoot = Callable[[Any, Tensor, Tensor], Tensor]  # from x, y and the indices of the examples; see `fisher_root`
 
-LARGEST_DENSE = 1024  # parameters of an exact dense block; larger exact blocks are diagonal
-STRUCTURES: dict[str, type[Accumulator]] = {}  # by the values of `structure=`
+LARGEST_DENSE = 1024  # maximum number of parameters in a dense block; larger exact blocks keep only their diagonal
+STRUCTURES: dict[str, type[Accumulator]] = {}  # accumulator classes by the value of `structure=`
 
 
 @dataclass(frozen=True)
 class FactorOptions:
     """How Kronecker factors are decomposed."""
 
-    keep_matrix: bool = False  # also keep the matrix itself, so that data can be added
+    keep_matrix: bool = False  # also keep the matrix of each factor, so that data can be added
     rank: Rank = None  # the number of eigenpairs to keep
-    dry_run: bool = False  # use the diagonals instead, without a decomposition
+    dry_run: bool = False  # use the diagonals of the factors instead of decompositions
     progress: bool = False  # show a progress bar
-    fixed_scale: bool = False  # whether no change of the noise rescales the curvature
+    fixed_scale: bool = False  # whether the likelihood has no noise whose tuning would rescale the curvature
 
 
 class Accumulator(ABC):
@@ -72,7 +72,7 @@ class Accumulator(ABC):
     for each layer, `add_parameter` for each other parameter, and `end_chunk`."""
 
     word: ClassVar[str | None] = None  # the value of `structure=`
-    passes: ClassVar[int] = 1  # over the data
+    passes: ClassVar[int] = 1  # number of passes over the data
     needs_axes = False  # whether the rows of an example must lie along an axis
     keeps_rows: ClassVar[bool] = True  # whether to store wide factors of few examples as rows
     factor_options = FactorOptions()
@@ -114,7 +114,7 @@ class Accumulator(ABC):
 
     @abstractmethod
     def overflowing(self) -> str | None:
-        """A parameter whose sums are not finite."""
+        """The name of a parameter whose sums are not finite, or None."""
 
     @abstractmethod
     def finish(self, processes: Processes) -> Structure:
@@ -126,7 +126,7 @@ class Accumulator(ABC):
 
     @property
     def plan(self) -> Plan:
-        """The layers and parameters whose gradients it needs."""
+        """The layers and parameters whose gradients this accumulator needs."""
         return self._plan
 
     @abstractmethod
@@ -135,7 +135,7 @@ class Accumulator(ABC):
 
 
 class JacobianAccumulator(JacobianRows, Accumulator):
-    """For a matrix made from the whole Jacobian: `add_rows` gets the rows of each chunk of columns."""
+    """An accumulator for a matrix made from the whole Jacobian: `add_rows` gets the rows of each chunk of columns."""
 
     def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(plan, dtype, device)
@@ -213,7 +213,8 @@ class FullAccumulator(JacobianAccumulator):
 class BlockAccumulator(Accumulator):
     """One block for each layer and for each parameter without a layer rule."""
 
-    form: ClassVar[str | None] = "block"  # the form that needs whole layers; None if it allows single weights
+    # The form that the error for a subset of single weights names; None if the accumulator supports such a subset.
+    form: ClassVar[str | None] = "block"
 
     def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
         if plan.subset.mask is not None and self.form is not None:
@@ -265,7 +266,7 @@ class BlockAccumulator(Accumulator):
         with progress_bar(
             "Laplace: decomposing factors", total, self.factor_options.progress and total > 0, "factor"
         ) as bar:
-            # One process works block by block, so that eigenvectors replace sums; several processes share all blocks.
+            # One process decomposes block by block, which frees sums early; several processes share all blocks.
             while blocks:
                 taken = [blocks.pop(0) for _ in range(1 if processes.size == 1 else len(blocks))]
                 grams = [gram for block in taken for gram in block.factors()]
@@ -334,14 +335,16 @@ class KroneckerAccumulator(BlockAccumulator):
 
 
 def _rows_for(block: Block, calls: list[Call]) -> list[Call]:
-    """The calls with all rows together, if rows have no pattern and the block does not need their examples."""
+    """The calls, with all rows treated as those of one example if rows have no pattern and the block does not need to
+    know the example of each row."""
     if block.needs_examples or not any(isinstance(call.rows, RowIndex) for call in calls):
         return calls
     return [replace(call, rows=all_rows(call)) for call in calls]
 
 
 def _owners(grams: list[Gram], size: int) -> dict[int, int]:
-    """The process that decomposes each factor: the next largest goes to the least loaded process."""
+    """The process that decomposes each factor. The factors are assigned from the largest to the smallest, each to the
+    process with the least work so far."""
     load, owner = [0] * size, {}
     costs = [len(gram.array) * min(gram.array.shape[-2:]) ** 3 for gram in grams]
     for i in sorted(range(len(grams)), key=lambda i: -costs[i]):
@@ -372,7 +375,7 @@ def _shared(gram: Gram, factor: Factor | None, k: int, processes: Processes, opt
 
 
 def first_nonfinite(values: Tensor, subset: Subset) -> str | None:
-    """The parameter of the first entry that is not finite.  # [P]"""
+    """The name of the parameter that has the first entry that is not finite, or None.  # [P]"""
     places = (~values.isfinite()).nonzero()
     return subset.name_at(int(places[0])) if len(places) else None
 
@@ -380,7 +383,7 @@ def first_nonfinite(values: Tensor, subset: Subset) -> str | None:
 class EKFACAccumulator(KroneckerAccumulator):
     word = "ekfac"
     passes = 2
-    keeps_rows = False  # every eigenvector gets a refitted eigenvalue
+    keeps_rows = False  # all eigenvectors are needed, because each gets a refitted eigenvalue
 
     def finish(self, processes: Processes) -> EKFACBlockDiagonal:
         fitted = super().finish(processes)
@@ -388,7 +391,7 @@ class EKFACAccumulator(KroneckerAccumulator):
         return EKFACBlockDiagonal(fitted.blocks, fitted.layouts, fitted.names)
 
     def second_pass(self, fitted: Structure) -> Accumulator | None:
-        """For the Kronecker blocks only; other blocks are already exact."""
+        """The second pass is for the Kronecker blocks only, because all other blocks are already exact."""
         layers = tuple(layer for layer in self._plan.layers if layer.kronecker)
         if not layers:
             return None
@@ -398,7 +401,7 @@ class EKFACAccumulator(KroneckerAccumulator):
 
 
 class EigenvalueAccumulator(BlockAccumulator):
-    """The second pass of EKFAC: refitted eigenvalues for the Kronecker blocks of the first."""
+    """The second pass of EKFAC: refitted eigenvalues for the Kronecker blocks of the first pass."""
 
     def __init__(
         self, plan: Plan, fitted: EKFACBlockDiagonal, sharing: str, dtype: torch.dtype, device: torch.device

@@ -8,7 +8,7 @@ For a layer with inputs `a` and output gradients `g` (format in `layers`), with 
 - EKFAC:      the diagonal of the exact block in the eigenbasis `Q = Q_G ⊗ Q_A` of `G ⊗ A` (George et al. 2018),
   `Λ = diag(QᵀHQ) = Σₙ Σ_k (Q_Gᵀ j Q_A)²`. Either `a` and `g` are rotated, or `j`, whichever is smaller.
 
-Only lower triangles are accumulated; `structure` mirrors them. A wide layer with few examples has fewer inputs than
+Only lower triangles are accumulated; `structure` mirrors them. A wide layer with few examples has fewer input rows than
 columns. `InputSum` then keeps the inputs themselves: they need less memory than `A`, and their `n × n` products have
 the eigenvalues of `A` (see `structures.factor`).
 """
@@ -32,8 +32,8 @@ from lightning_bayes.network.float64 import float64_device
 from lightning_bayes.structures import EKFAC, Dense, Diagonal, Factor, Gram, Kronecker, Structure
 
 PANEL = 256  # columns of a triangular product at a time
-FULL = 1024  # rows that make a product efficient
-WIDE = 512  # the fewest columns of a layer that keeps its rows
+FULL = 1024  # number of rows from which a product is efficient
+WIDE = 512  # minimum number of columns of a layer that keeps its input rows
 PART = 2  # a layer keeps at most `columns / PART` rows
 
 
@@ -157,7 +157,7 @@ class KroneckerBlock(Block):
             return
         if self._reduce:
             self._A.add(_mean_input(a.to(self._G.dtype) for a in strips))
-        for a in strips:  # already consumed by a reduction
+        for a in strips:  # empty if `_mean_input` has consumed the strips
             self._A.add(a.flatten(1, 2))  # [G, rows, I]
 
     def add_gradients(self, layer: LayerUse, calls: list[Call], g: Tensor) -> None:
@@ -205,7 +205,7 @@ class KroneckerBlock(Block):
         self._n_tokens += counts.sum()
 
     def _count(self, layer: LayerUse, calls: list[Call]) -> int:
-        """The number of inputs."""
+        """The number of inputs that the calls add to `A`."""
         if self._reduce:
             axis = calls[0].rows
             assert isinstance(axis, BatchAxis)
@@ -220,8 +220,8 @@ def _mean_input(strips: Iterable[Tensor]) -> Tensor:
 
 
 def add_diagonal_(total: Tensor, strips: Callable[[slice], Iterator[Tensor] | None], g: Tensor) -> None:
-    """`total += Σₙ Σ_k j²`; `strips` gives the inputs of some examples at a time.  # [G, O, I + 1], or I without a
-    bias"""
+    """`total += Σₙ Σ_k j²`; `strips` gives the inputs of some examples at a time, and `total` is `[G, O, I + 1]`, or
+    `[G, O, I]` without a bias."""
     K, G, B, T, O = g.shape
     if T == 1:
         all_inputs = strips(slice(None))
@@ -250,7 +250,8 @@ def _add_unshared_diagonal(values: Tensor, a: Tensor | None, g: Tensor) -> None:
 
 
 def embedding_diagonal(calls: list[Call], g: Tensor) -> Tensor:
-    """Gradients of a token that an example repeats are summed before they are squared.  # [p]"""
+    """The diagonal of an embedding. Gradients of a token that an example repeats are summed before they are squared.
+    # [p]"""
     embeddings = _embeddings(calls)
     layer = embeddings[0][0]
     V, D = layer.weight_shape
@@ -308,7 +309,7 @@ class EigenvalueBlock(Block):
 
     def structure(self, factors: list[Factor]) -> EKFAC:
         left, right, values = self._basis.left, self._basis.right, self._values
-        if self._spans_gradients:  # gradients are zero where a factor is zero: anything there is rounding
+        if self._spans_gradients:  # gradients are zero where a factor's eigenvalue is zero: any value is rounding
             values = values.masked_fill(((left.values == 0).unsqueeze(-1) | (right.values == 0).unsqueeze(-2)), 0)
         return EKFAC(left, right, refitted=values)
 
@@ -325,7 +326,7 @@ def _rotated_gradients(g: Tensor, Q: Tensor | None) -> Tensor:
 
 
 def _strips(layer: LayerUse, calls: list[Call], examples: slice, Q: Tensor | None) -> Iterator[Tensor] | None:
-    """`[a 1] Q_A` in strips of positions, or `a` itself.  # [G, b, t, I + 1]"""
+    """`[a 1] Q_A` in strips of positions, or strips of `a` if `Q` is None.  # [G, b, t, I + 1]"""
     strips = layer.strips(calls, examples)
     if strips is None or Q is None:
         return strips
@@ -335,7 +336,7 @@ def _strips(layer: LayerUse, calls: list[Call], examples: slice, Q: Tensor | Non
 
 
 class InputSum:
-    """The lower triangle of `Σ [a 1][a 1]ᵀ`, or a few rows `[a 1]`.
+    """The lower triangle of `Σ [a 1][a 1]ᵀ`, or the rows `[a 1]` themselves while they are few.
 
     Args:
         shape: groups and columns, including the column of the bias.
@@ -351,10 +352,10 @@ class InputSum:
         self._most = self._columns // PART if keeps_rows and self._columns >= WIDE else 0
         self._sum: Tensor | None = None  # [G, I, I]
         self._pending: list[Tensor] = []  # rows of small batches: one large product is faster than many small ones
-        self.count = torch.zeros((), dtype=torch.float64, device=float64_device(device))  # n
+        self.count = torch.zeros((), dtype=torch.float64, device=float64_device(device))  # the number of rows
 
     def add(self, a: Tensor) -> None:
-        """# [G, rows, I], without the one"""
+        """Add rows `a`, without the one of the bias.  # [G, rows, I]"""
         self._pending.append(a.to(self._dtype, copy=self._most > 0))  # a copy, if rows may outlive the batch
         if self._n_pending >= max(FULL, self._most + 1):
             self._add_pending()
@@ -366,7 +367,7 @@ class InputSum:
         self._add_border(total, rows)
 
     def keeps(self, rows: int) -> bool:
-        """Whether this many more rows would be kept as rows."""
+        """Whether `rows` more rows would be kept, instead of being added to the sum."""
         return 0 < self._n_pending + rows <= self._most and self._sum is None
 
     def gather(self, processes: Processes) -> None:
@@ -398,7 +399,7 @@ class InputSum:
 
     @property
     def products(self) -> list[Tensor]:
-        """Numbers that are finite if `A` is."""
+        """Tensors that show whether `A` is finite."""
         return [self._sum] if self._sum is not None else [a.square().sum() for a in self._pending]
 
     def gram(self) -> Gram:

@@ -27,7 +27,7 @@ from lightning_bayes.structures import Structure
 
 EMPTY = "the loader is empty: pass at least one batch"
 Batches = Callable[[str], Iterable[tuple[Any, Tensor]]]  # one pass over `(x, y)`; the string describes it
-MakeSum = Callable[[Any, Tensor], "BatchSum"]  # from the first batch
+MakeSum = Callable[[Any, Tensor], "BatchSum"]  # makes the sum from the first batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +39,12 @@ class Curvature:
     likelihood: Likelihood
     kind: str
     n_data: int  # examples seen
-    n_outputs: int  # the number of outputs over all examples, or of their measurements
-    # Unknown without a pass over the data:
+    n_outputs: int  # the number of outputs of all examples; for coupled outputs, of their measurements
+    # The next three fields are None if the fit did not compute them:
     log_likelihood: Tensor | None = None  # Σₙ log p(yₙ | fₙ), float64
     gradient: Tensor | None = None  # −Σₙ ∂ log p(yₙ | fₙ) / ∂θ [P]
     squared_error: Tensor | None = None  # Σₙ ‖(yₙ − fₙ)/σ‖², float64, for a Gaussian likelihood
-    weight_sharing: str = "expand"  # the options of the fit
+    weight_sharing: str = "expand"  # this and the next three fields are options of the fit
     hessian: str = "exact"
     samples: int = 1
     seed: int = 0
@@ -70,10 +70,10 @@ class Batch:
     x: Any
     y: Tensor  # invalid targets are zero until the checks raise an error
     f: Tensor  # outputs, with their graph
-    recorded: Any  # anything else that `BatchSum.forward` returned
+    recorded: Any  # what `BatchSum.forward` returned besides the outputs
     examples: Tensor  # indices of the examples in the order of all data [B]
-    number: int = 0  # of the batch in this pass
-    counts: bool = True  # False if it only keeps this process in step with others
+    number: int = 0  # number of the batch in this pass
+    counts: bool = True  # False if the batch is not added and only keeps this process in step with others
 
     @property
     def outputs(self) -> Tensor:
@@ -117,7 +117,7 @@ class BatchSum:
         return []
 
     def overflowing(self) -> str | None:
-        """A parameter whose sums are not finite."""
+        """The name of a parameter whose sums are not finite, or None."""
         return None
 
     def end_pass(self, processes: Processes) -> str | None:
@@ -130,7 +130,8 @@ class BatchSum:
 
 
 class DataPass:
-    """Passes over the data of all `processes`; `first_example` is the number of the first example."""
+    """Passes over the data of all `processes`; `first_example` is the index of the first example in the order of all
+    data."""
 
     def __init__(self, likelihood: Likelihood, processes: Processes | None = None, first_example: int = 0) -> None:
         self._likelihood, self._processes, self._first_example = likelihood, processes or Processes(), first_example
@@ -184,7 +185,7 @@ class DataPass:
             self._order.begin()
 
     def add(self, x: Any, y: Tensor, counts: bool = True) -> None:
-        """Add a batch. With `counts=False` it only keeps this process in step with the others."""
+        """Add a batch. With `counts=False` the batch only keeps this process in step with the other processes."""
         B = inputs.batch_size(x)
         examples = self._first_example + self._processes.examples(self._n_examples, B, y.device)
         f, recorded = self._total.forward(x)
@@ -257,7 +258,8 @@ class DataPass:
     def _learn(self, batch: Batch) -> None:
         """Add log-likelihood, squared error (NaN for a likelihood without one), the number of valid targets, and the
         gradient of the loss. Totals are computed in float64, beginning with the outputs: in float32, `log p` of a
-        confident class rounds to zero, and tuning the noise subtracts a large squared error again."""
+        confident class rounds to zero, and tuning the noise takes a large squared error out of the
+        log-likelihood again."""
         f, y, likelihood = widest(batch.outputs), batch.y, self._likelihood
         log_likelihood = in_float64(likelihood.log_likelihood_per_example(f, y)).sum()
         error = likelihood.squared_error(f, y)

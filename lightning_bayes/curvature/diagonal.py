@@ -8,8 +8,8 @@ of the block of the layer's weights (appendix E, algorithm 1). The mode decides 
 - `mixed`:   `M` if a tensor has at most `threshold` features per example, `diag(M)` otherwise.
 - `auto`:    `exact` if no tensor has more features than `threshold`, `mixed` otherwise.
 
-`exact` falls back to the columns of `fit_curvature` if an operation has no rule here, or if no bottleneck makes this
-cheaper.
+`exact` falls back to the columns of `fit_curvature` if an operation has no rule here, or if merging columns at a
+bottleneck saves nothing.
 
 A tensor is *whole* if `M` has columns `S` there, with `M = SSᵀ`; elsewhere `M` is represented by its diagonal `d`:
 
@@ -19,8 +19,8 @@ Columns that meet again after a fork are added, which is exact. Diagonals that m
 their cross terms. The rules of single operations are in `diagonal_rules`.
 
 A column costs a backward pass. At a tensor of `R` features `R` columns are enough, and merging `K` columns into `R`
-costs about `KR²` operations per example. A cut is a tensor through which all later operations get their input; the
-cheapest choice of cuts to merge at is a shortest path.
+costs about `KR²` operations per example. A cut is a tensor through which all later operations get their input; the cuts
+at which merging columns costs least are found as a shortest path.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class BatchDiagonal:
         walk = Walk(ops, f, signature.kinds_of(ops) if threshold > 0 else {}, threshold, parameters)
         by_root = walk.output_is_whole and not self.likelihood.has_diagonal_fisher
         Λ = self.likelihood.fisher_root(f, y) if by_root else self.likelihood.fisher_diagonal(f, y)
-        del f  # it would keep the whole graph alive
+        del f  # `f` would keep the whole graph alive
         if by_root:
             walk.from_root(Λ, self.likelihood.couples_outputs)
         else:
@@ -189,8 +189,8 @@ def choose_mode(network: nn.Module, subset: Subset, x: Any, threshold: float) ->
 
 
 def _rehearse(network: nn.Module, subset: Subset, trial: Probe, threshold: float) -> bool:
-    """Walk back through the few examples of a probe with `Λ = I` to raise its errors. Return whether it merges
-    columns."""
+    """Walk back through the few examples of a probe with `Λ = I`, to raise the errors that a real walk would raise.
+    Return whether the walk merges columns."""
     f, kinds = trial.f, trial.signature.kinds_of(trial.ops)
     walk = Walk(trial.ops, f, kinds, threshold, subset.parameters(network).values())
     merges = bool(walk.stops(f[0].numel()))
@@ -207,7 +207,8 @@ def _or_zeros(d: Tensor | None, p: Tensor) -> Tensor:
 
 @dataclass
 class Cotangent:
-    """`M` at a tensor: its diagonal `[B, …]`, or columns `[K, B, …]` in a basis."""
+    """`M` at a tensor: its diagonal `[B, …]`, or columns `[K, B, …]`. Only columns with the same `basis` may be added
+    to each other."""
 
     diagonal: Tensor | None = None
     columns: Tensor | None = None
@@ -232,9 +233,9 @@ class Cotangent:
 
 
 class Walk:
-    """Walks from the output `f` back to the parameters; `diagonals` has their diagonals by `id`. A tensor is whole if
-    it has at most `threshold` features per example. With an infinite threshold the walk is exact or raises an error. It
-    consumes the operations."""
+    """Walks from the output `f` back to the parameters; `diagonals` has the diagonal of each parameter by its `id`. A
+    tensor is whole if it has at most `threshold` features per example. With an infinite threshold the walk is exact or
+    raises an error. A walk consumes its operations."""
 
     def __init__(
         self, ops: list[Op], f: Tensor, kinds: dict[int, Kind], threshold: float, parameters: Iterable[Tensor]
@@ -281,7 +282,7 @@ class Walk:
         self._sweep(len(self._ops), key, parts, None)
 
     def stops(self, K: int) -> list[Cut]:
-        """The cuts at which to merge `K` columns of the output, and those after which the form of `M` changes."""
+        """The cuts at which to merge `K` columns of the output, and the cuts after which the form of `M` changes."""
         stops: list[Cut] = []
         groups = [list(group) for _, group in groupby(self._cuts, key=lambda cut: cut.features <= self._threshold)]
         for n, group in enumerate(groups):
@@ -341,8 +342,8 @@ class Walk:
             self._carry_columns(op, columns, basis)
 
     def _carry_diagonals(self, op: Op, d: list[Tensor | None]) -> None:
-        """Between whole tensors, operations that do not mix keep a diagonal matrix diagonal. For them, and for weights,
-        the rules are exact."""
+        """Between whole tensors, operations that do not mix features keep a diagonal matrix diagonal. For these
+        operations, and for weights, the rules for diagonals are exact."""
         features = [t for t in op.tracked if not self._is_shared(t)]
         from_whole = all(self._is_whole(t) for t in op.outputs)
         becomes_columns = any(self._is_whole(t) for t in features) and mixes(op, features)
@@ -394,7 +395,8 @@ class Walk:
 
 
 def _is_map(op: Op, features: list[Tensor]) -> bool:
-    """Whether `M` at a small tensor follows from a diagonal at a large one without many columns."""
+    """Whether the operation is linear in its only feature input, so that `gather_columns` gets `M` at a small input
+    from a diagonal at a large output."""
     return op.name in LINEAR and len(features) == 1 and features[0] is op.argument("input", 0)
 
 
@@ -413,7 +415,8 @@ def _part(d: Tensor, start: int, stop: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor that everything passes through: after the last `position` operations, only its `M` is left."""
+    """A tensor through which all later operations get their input: once the walk has passed the last `position`
+    operations, `M` is left only at this tensor."""
 
     position: int
     key: int  # the tensor's id
@@ -422,7 +425,8 @@ class Cut:
 
 
 def find_cuts(ops: list[Op], f: Tensor, kinds: dict[int, Kind]) -> tuple[list[Cut], float]:
-    """The cuts from the output, which is the first, back to the input; and the cost of all operations."""
+    """The cuts in order from the output back to the input, and the cost of all operations. The first cut is the
+    output."""
     B = len(f)
     cuts = [Cut(0, id(f), f.numel() // B, 0.0)]
     pending, cost = {id(f): f}, 0.0

@@ -1,4 +1,6 @@
-"""How one operation propagates `M` from its outputs to its inputs and weights: by its diagonal or by columns.
+"""How one operation propagates the matrix `M` (see `diagonal`) from its outputs to its inputs and weights.
+
+`M` is propagated as its diagonal `d` or as columns `S`.
 
 The rules for diagonals are `d_in = (J ∘ J)ᵀ d_out`.
 
@@ -17,10 +19,10 @@ squared Jacobian `J ∘ J` is never built:
   coefficients `Σw`, `2Σwx̂`, `Σwx̂²`;
 - softmax: `J_ij = p_i (δ_ij − p_j)`, and log-softmax: `J_ij = δ_ij − p_j`.
 
-Columns are propagated by autograd; those that share a weight or slope go through it together, as one large batch. A
-weight needs only its diagonal, the sum of its squared gradients. For each example and column, the gradient is
-`Σ_t g aᵀ` for a layer in the form of `jacobian.layers`, and `Σ_t (∂y/∂w) g` for a parameter that enters elementwise (a
-scale, a shift, the slopes of a PReLU), summed over the positions `t` that share it.
+Columns are propagated by autograd. An operation that applies the same weight or slope to all columns takes them
+together, as one large batch. A weight needs only its diagonal, the sum of its squared gradients. For each example and
+column, the gradient is `Σ_t g aᵀ` for a layer in the form of `jacobian.layers`, and `Σ_t (∂y/∂w) g` for a parameter
+that enters elementwise (a scale, a shift, the slopes of a PReLU), summed over the positions `t` that share it.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ from lightning_bayes.network.float64 import eigh
 from lightning_bayes.structures import Layout
 
 Inputs = Sequence[Tensor]
-Rule = Callable[[Op, list[Tensor], Inputs], list[Tensor]]  # one d per output -> one d for each of some tracked inputs
+Rule = Callable[[Op, list[Tensor], Inputs], list[Tensor]]  # one d per output, some inputs -> one d per given input
 
-MEMORY = 2**25  # bytes per step
+MEMORY = 2**25  # bytes of the largest intermediate tensor in one step
 
 ELEMENTWISE = frozenset(
     """
@@ -429,7 +431,8 @@ def backward(op: Op, S: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> li
 
 
 def backward_from_diagonal(op: Op, d: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The same for `M = diag(d)`: one list for each output with a `d`; their columns are unrelated."""
+    """The columns `JᵀS` for `M = diag(d)` and `S = diag(√d)`: one list for each output with a `d`. The columns of
+    different outputs are unrelated."""
     if op.name == "linear" and d[0] is not None and d[0].ndim == 2 and [op.argument("input", 0)] == list(inputs):
         features = _active(d[0])
         root, W = d[0][:, features].sqrt().mT, op.argument("weight", 1)[features]
@@ -442,8 +445,8 @@ def backward_from_diagonal(op: Op, d: Sequence[Tensor | None], inputs: Sequence[
 
 
 def gather_columns(op: Op, d: Tensor, x: Tensor) -> Tensor:
-    """As many columns as an example has features in `x`, from a larger `diag(d)`: a root of `AᵀdA`, where `A` is the
-    matrix of a linear operation.  # [B, …] -> [R, *x.shape]"""
+    """Columns at the input `x`, one for each feature of an example, from the diagonal `d` at a larger output: a root of
+    `Aᵀ diag(d) A`, where `A` is the matrix of a linear operation.  # [B, …] -> [R, *x.shape]"""
     if not bool(d.isfinite().all()):
         raise CurvatureError(
             f"the curvature at the output of {op.name} is not finite: check for infinite or NaN inputs and weights"
@@ -491,7 +494,7 @@ def weights_diagonal(op: Op, S: Tensor, weights: list[Tensor]) -> list[Tensor]:
 
 
 def _backward_in_one_batch(op: Op, S: Tensor, x: Tensor) -> Tensor | None:
-    """`JᵀS` for operations that treat all columns as one large batch; None for others."""
+    """`JᵀS` for operations that treat all columns as one large batch; None for other operations."""
     if op.name == "linear" and x is op.argument("input", 0):
         return S @ op.argument("weight", 1).to(S.dtype)
     if op.name in CONVOLUTIONS and x is op.argument("input", 0):
@@ -503,7 +506,7 @@ def _backward_in_one_batch(op: Op, S: Tensor, x: Tensor) -> Tensor | None:
         W = op.argument("weight", 1).to(S.dtype)
         return convolution(S.flatten(0, 1), shape, W, [True, False, False])[0].unflatten(0, (K, B))
     if op.name == "batch_norm" and x is op.argument("input", 0):
-        find_rule(op)  # raises an error if it is not elementwise
+        find_rule(op)  # raises an error if this batch norm is not elementwise
         return batch_norm_slope(op) * S
     if op.name in ELEMENTWISE | KINKS and len(op.tracked) == 1 and x.shape == op.outputs[0].shape:
         return slopes(op, [x])[0] * S
@@ -534,7 +537,7 @@ def _of_bias(g: Tensor) -> Tensor:
 
 
 def _of_weight(layer: Layer, g: Tensor) -> Tensor:
-    """`g` in the stored order of the weight.  # [G·O·I]"""
+    """The diagonal of the weight, in the order in which the weight is stored.  # [G·O·I]"""
     layout = Layout((layer.weight,))
     total, stored = g.new_zeros(layout.shape), g.new_empty(layout.size)
     add_diagonal_(total, lambda part: layer.strips(part, PLAIN), g)

@@ -45,8 +45,8 @@ from lightning_bayes.options.fit import (
     structure_option,
 )
 
-AFFORDABLE = 20  # the most forward passes that a prediction may cost
-SMALL = 10**6  # the most weights for which forward passes take little time
+AFFORDABLE = 20  # maximum cost of a prediction, in forward passes
+SMALL = 10**6  # maximum number of weights of a network whose forward passes take little time
 
 
 def fit_curvature(
@@ -82,13 +82,13 @@ def fit_curvature(
             "fisher_mc" for images and other outputs at many positions.
         seed: for the labels drawn by "fisher_mc"; the labels of an example do not depend on its batch.
         progress: show a progress bar.
-        processes: the processes that share the data, each with every `size`-th example from its `rank`. Sums
-            include all processes.
+        processes: the processes that share the data. Each gets every `size`-th example, starting at the one with the
+            index `rank`. Sums include all processes.
         probe: an input to trace the network on, for a process whose share of the data may be empty; by default the
             first batch. With a probe, the shape of the targets is not used.
         output: the key, attribute or index of f in the network's return value, by default the tensor itself or the
             entry `logits`; or `Network(output=…, class_dim=…)`.
-        first_example: the number of examples that were fitted before, on which sampled labels depend.
+        first_example: the number of examples that were fitted before; sampled labels depend on this number.
         dry_run: check the fit without its expensive parts: factors are not decomposed, a low rank is 1, and "ggn"
             becomes "fisher_mc" for many outputs. The result is not a curvature.
     """
@@ -160,8 +160,8 @@ def fit_curvature(
 
 
 def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihood) -> nn.Module:
-    """A view of the network that matches the first batch: its class dimension, and whether examples are rows of the
-    output only."""
+    """A view of the network that matches the first batch: which output dimension indexes classes, whether only the
+    output has a row per example, and whether the input is a list with one entry per example."""
     inputs.batch_size(x)  # raises an error if x contains no tensor
     output = replace(output_of(network), together=isinstance(x, WholeInput), listed=isinstance(x, Sequences))
     if output.class_dim is None:

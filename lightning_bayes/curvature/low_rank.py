@@ -1,18 +1,21 @@
-"""The largest eigenpairs of `H = Σₙ JₙᵀΛₙJₙ` from products with blocks of vectors, one pass over the data for each.
+"""The largest eigenpairs of `H = Σₙ JₙᵀΛₙJₙ` from products with blocks of vectors. Each product takes one pass over the
+data.
 
 Block Lanczos with full reorthogonalisation (Golub and Underwood 1977) starts from a random block `Q₁`. Each product
 `HQⱼ` is orthogonalised twice against the whole basis, and the rest is the next block. A block of `b` vectors finds an
 eigenvalue at most `b` times, so it must be at least as wide as the largest multiplicity. Random directions, orthogonal
-to the basis, replace those that vanish: they show when nothing of `H` is left.
+to the basis, replace directions that vanish. If the product of `H` with a block of random directions vanishes, nothing
+of `H` is left.
 
 After `m` vectors, `HQ = [Q Q⁺] B` with the next block `Q⁺` and a small matrix `B`. Ritz pairs that have not converged
-could overestimate `H`. The Nyström approximation of the same subspace cannot, and needs no further product:
+could overestimate `H`. The Nyström approximation in the same subspace cannot overestimate `H`, and needs no further
+product:
 
     Ĥ = HQ (QᵀHQ)⁺ (HQ)ᵀ = [Q Q⁺] B T⁺ Bᵀ [Q Q⁺]ᵀ ⪯ H,    T = QᵀHQ.
 
-It grows with the subspace and equals `H` once that contains the whole range. The result is its largest eigenpairs,
-without eigenvalues of `T` that are only rounding. In a null space half of the rounding is negative, which shows its
-size.
+`Ĥ` grows with the subspace and equals `H` once the subspace contains the whole range of `H`. The result is the largest
+eigenpairs of `Ĥ`, without eigenvalues of `T` that are only rounding errors. In a null space half of these errors are
+negative, so the most negative one shows their size.
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ from lightning_bayes.network.messages import detail
 from lightning_bayes.structures import LowRank
 
 WORD = "lowrank"
-BLOCK = 16  # vectors in a block, at least
+BLOCK = 16  # minimum number of vectors in a block
 ZERO = 1  # a direction below this multiple of the largest eigenvalue's rounding has vanished
-NOTHING = 10  # a product below this multiple of that rounding shows that nothing is left
-CONVERGED = 0.1  # the relative residual of a converged eigenpair; it costs 1e-5 to 1e-3 of the sum of eigenvalues
+NOTHING = 10  # a product below this multiple of the same rounding shows that nothing of `H` is left
+CONVERGED = 0.1  # maximum relative residual of a converged pair; this loses 1e-5 to 1e-3 of the sum of eigenvalues
 
 
 class LowRankSum(BatchSum):
@@ -100,8 +103,9 @@ class LowRankSum(BatchSum):
 
 
 def _sizes(P: int, rank: int, outputs: int) -> tuple[int, int, int]:
-    """The rank, and the numbers of vectors in a block and in the basis. An eigenvalue may be repeated for each output,
-    which only a block of that width finds; no more than `rank` of them are needed."""
+    """The rank, and the numbers of vectors in a block and in the basis. An eigenvalue may occur once for each output,
+    and a block of `b` vectors finds it at most `b` times. So a block has at least as many vectors as there are outputs,
+    or `rank` vectors if that is fewer."""
     rank = min(rank, P)
     width = max(BLOCK, min(outputs, rank), -(-rank // 4))
     return rank, width, min(2 * rank + 4 * width, P)
@@ -192,7 +196,8 @@ class BlockLanczos:
         return (rest / t.clamp(min=torch.finfo(t.dtype).tiny))[: self._rank]
 
     def _has_converged(self) -> bool:
-        """Whether `rank` eigenpairs have converged. If there are fewer, some may be missing."""
+        """Whether `rank` eigenpairs have converged. The answer is False if fewer than `rank` eigenpairs were found,
+        because some may be missing."""
         t, _ = self._ritz()
         if len(t) < self._rank or t[self._rank - 1] <= self.rounding:
             return False
@@ -210,7 +215,8 @@ class BlockLanczos:
         return self._orthonormal(self._project(noise.to(self._device, self._dtype))[1], 0.0)[0]
 
     def _project(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """The coefficients within the basis, and the rest.  # [b, P] -> [n, b], [b, P]"""
+        """The coefficients of the vectors in the basis, and their rest outside the basis.
+        # [b, P] -> [n, b], [b, P]"""
         total = torch.zeros(sum(map(len, self._blocks)), len(vectors), dtype=torch.float64, device="cpu")
         for _ in range(2):  # the second time makes the rest orthogonal up to rounding
             parts = []

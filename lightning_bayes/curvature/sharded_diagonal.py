@@ -1,9 +1,9 @@
 """The exact diagonal of a Fisher over weights that are sharded over processes: `Σₙ (∂ log p(yₙ | fₙ) / ∂θ)²`.
 
 The sharded network runs forward and backward unchanged. Hooks record each layer's input `a` and the graph edge of its
-output, and one backward pass gives the gradients `g` there. Then, layer by layer, the squared per-example gradients
-`(gₙ aₙᵀ)²` are summed over the examples of all processes, and each process keeps the part for its weights. A process
-therefore stores only shards, activations, and the whole diagonal of one layer at a time.
+output, and one backward pass gives the gradients `g` at these outputs. Then, layer by layer, the squared per-example
+gradients `(gₙ aₙᵀ)²` are summed over the examples of all processes, and each process keeps the part for its weights. A
+process therefore stores only shards, activations, and the whole diagonal of one layer at a time.
 
 The gradient `g aᵀ` does not depend on the weights: the rules of `layers` run on a copy of the layer with zero weights.
 This holds for linear layers, convolutions, norms and embeddings; other layers raise an error that names them.
@@ -41,7 +41,7 @@ _WAY_OUT = "freeze it, or use L2MCallback, subset='last_layer' or strategy='ddp'
 
 
 def check_layers(network: nn.Module) -> None:
-    """Raise an error, before training, for trainable weights with gradients that no hook sees."""
+    """Raise an error, before training, for trainable weights whose gradients the hooks cannot record."""
     modules = dict(unwrap_output(network).named_modules())
     owners: dict[nn.Parameter, str] = {}
     for name, p in unwrap_output(network).named_parameters(remove_duplicate=False):
@@ -74,7 +74,8 @@ class ShardedDiagonalSum:
         self._pass.begin(self._sum)
 
     def add(self, x: Any, y: Tensor, counts: bool = True) -> None:
-        """Add a batch. With `counts=False` it only keeps this process in step with those that have data left."""
+        """Add a batch. With `counts=False` the batch is not added; it only keeps this process in step with the
+        processes that have data left."""
         network = self._sum.network
         try:
             with torch.inference_mode(False), borrowed(network, self._sum.subset.names):
@@ -104,7 +105,8 @@ class ShardedDiagonalSum:
 
 
 class LayerDiagonals(BatchSum):
-    """The diagonal of this process's shards, layer by layer. A layer is summed over processes batch by batch."""
+    """The diagonal of this process's shards, layer by layer. The diagonal of a layer is added over processes batch by
+    batch."""
 
     learns_likelihood = False
 
@@ -170,7 +172,7 @@ def _recording(network: nn.Module, layers: tuple[str, ...]) -> Iterator[dict[str
     versions: dict[str, Version] = {}
 
     def hooks(layer: str) -> Any:
-        def before(module: nn.Module, args: Any) -> None:  # after the hooks of tensor parallelism
+        def before(module: nn.Module, args: Any) -> None:  # runs after the hooks of tensor parallelism
             if layer in versions:
                 raise CurvatureError(
                     f"{layer} runs more than once for one input, which is unsupported in a sharded network: {_WAY_OUT}"
@@ -179,7 +181,7 @@ def _recording(network: nn.Module, layers: tuple[str, ...]) -> Iterator[dict[str
                 raise CurvatureError(f"{layer} gets its input as a keyword argument: pass it by position")
             versions[layer] = Version.of(args[0].detach())
 
-        def after(module: nn.Module, args: Any, z: Tensor) -> None:  # before the hooks of tensor parallelism
+        def after(module: nn.Module, args: Any, z: Tensor) -> None:  # runs before the hooks of tensor parallelism
             calls[layer] = versions[layer].tensor, get_gradient_edge(z)
 
         return before, after

@@ -32,7 +32,7 @@ from lightning_bayes.network.private import pytree
 
 
 class RuleError(CurvatureError):
-    """No rule propagates a diagonal through an operation; the message names it."""
+    """No rule propagates a diagonal through an operation; the message names the operation."""
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class Op:
     places: list[int]  # positions of the outputs among all returned tensors
     tracked: list[Tensor]
     versions: list[Version]  # of all input tensors
-    recorded: bool = True  # whether the graph of the outputs starts with this operation
+    recorded: bool = True  # whether the outputs' autograd graph can be used for this operation
     where: str = ""  # " in <module>"
 
     @property
@@ -72,7 +72,7 @@ class Op:
         return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, gradients, strict=True)]
 
     def pull_many(self, cotangents: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The same for `K` columns.  # [K, *output] -> [K, *input]"""
+        """`Jᵀc` for `K` columns `c` per output.  # [K, *output] -> [K, *input]"""
         outputs, leaves, columns = self._graph(cotangents, inputs)
         K = next(len(c) for c in cotangents if c is not None)
         gradients: Sequence[Tensor | None] | None = None
@@ -116,8 +116,8 @@ def _grad(
 
 
 class Tape(TorchFunctionMode):
-    """Records every operation that depends on `parameters`, and the innermost of the `running` modules. No other tensor
-    may require gradients."""
+    """Records every operation that depends on `parameters`, with the innermost of the `running` modules at that time.
+    No other tensor may require gradients."""
 
     def __init__(self, parameters: Iterable[Tensor], running: Sequence[str] = ()) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Tape(TorchFunctionMode):
         self._known = {id(p): p for p in parameters}  # kept alive, because ids are reused
         self._overwritten: dict[
             int, tuple[Tensor, str]
-        ] = {}  # through another tensor on the same memory, with the operation's name
+        ] = {}  # tensors overwritten through another tensor on the same memory, and the name of the operation
         self._running = running
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -29,7 +29,7 @@ _ATTENTION = F.multi_head_attention_forward
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """A tensor as it was when an operation used it. If it is overwritten in place later, its values must not be
+    """A tensor as it was when an operation used it. If the tensor is overwritten in place later, its values must not be
     used."""
 
     tensor: Tensor
@@ -84,7 +84,7 @@ class Call(Role):
     layer: Layer
     edge: GradientEdge
     output_shape: torch.Size
-    input: Version  # must not be overwritten before it is used
+    input: Version  # the layer's input, which must not be overwritten before its use
     rows: Rows = PLAIN  # which rows of the output belong to which example
 
     @property
@@ -106,8 +106,8 @@ class Recorder(TorchFunctionMode):
     It stores no outputs and does not touch other operations, so a fit needs only the time and memory of autograd.
 
     After a batch of `size` examples, `shared` names the embeddings that all examples share, such as those of positions.
-    The ones in `repeats` are repeated for each example, which then has its own rows; the network must broadcast them.
-    The layers' inputs are detached unless `keep_graph` is set.
+    Embeddings in `repeats` are repeated for each example, so that each example has its own rows; the network must
+    broadcast the repeated embeddings. The layers' inputs are detached unless `keep_graph` is set.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ def layer_of(func: Any, args: Any, kwargs: Any) -> Layer | None:
 
 
 def layer_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """All arguments of a layer's function by name, or None for another function."""
+    """All arguments of a layer's function by name, or None if `func` computes no layer."""
     name = _NAMES.get(func)
     if name is None:
         return None
@@ -359,7 +359,7 @@ def _convolution(x: Tensor, shape: tuple[int, ...], arguments: dict[str, Any], t
 
 
 def _around(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The padding before and after each dimension; "same" puts the odd zero after."""
+    """The padding before and after each dimension; with "same", an odd zero is added after."""
     if padding == "valid":
         return ((0, 0),) * len(kernel)
     if padding == "same":

@@ -25,7 +25,7 @@ from lightning_bayes.network import CurvatureError, DataError, Processes, inputs
 from lightning_bayes.network.float64 import float64_device, in_float64
 from lightning_bayes.network.output import network_name
 
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # between two computations of a number; for 16-bit types 0.1
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # allowed relative difference of two results; 16-bit: 0.1
 CHECK_INTERVAL = 64  # batches between two reads
 SAME_ORDER = "the same examples in the same order in each pass"
 ORDER_REMEDY = "pass a loader with shuffle=False and without random transforms, or use curvature='ggn'"
@@ -60,7 +60,7 @@ def _nonfinite_output(batch: str, has_bad_input: bool) -> DataError:
 
 
 def check_examples_apart(network: nn.Module, f: Tensor, in_batch: Tensor) -> None:
-    """Raise unless the first examples give the same outputs `f` as in a larger batch."""
+    """Raise unless a few examples alone give the same outputs, `f`, as in the first rows of a batch, `in_batch`."""
     distance = torch.linalg.vector_norm((f - in_batch[: len(f)]).detach())
     if distance > TOLERANCE.get(f.dtype, 0.1) * f.detach().norm() + 1e-30:
         kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -75,7 +75,7 @@ def check_examples_apart(network: nn.Module, f: Tensor, in_batch: Tensor) -> Non
 
 def agree(sums: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, bool]:
     """Whether two sums of gradients agree up to rounding, relative to each parameter's gradient or, if that is zero up
-    to rounding, to the largest one."""
+    to rounding, to the largest gradient."""
     norms = {name: float(torch.linalg.vector_norm(g)) for name, g in true.items()}
     largest = max(norms.values(), default=0.0)
     close = {}
@@ -106,7 +106,7 @@ class BatchChecks:
         self._last_recorded = -1
         self._pending: Tensor | None = None  # four numbers of each batch that is not read yet [CHECK_INTERVAL, 4]
         self._outputs = torch.empty(0, device="cpu")  # with the outputs' shape and dtype, but without examples
-        self._nonfinite_input: int | None = None  # the first batch with such an input
+        self._nonfinite_input: int | None = None  # the first batch with NaN or infinity in its input
 
     def add(self, x: Any, f: Tensor, y: Tensor) -> Tensor:
         """Record a batch, and return the targets with zeros instead of invalid ones, so that the code runs until the
@@ -190,7 +190,7 @@ class PassOrder:
 
     def begin(self) -> None:
         """Begin another pass. The constructor begins the first."""
-        # It moves to the outputs' device with the first batch.
+        # The sum moves to the outputs' device with the first batch.
         self._passes.append(torch.zeros(2, dtype=torch.float64, device="cpu"))
 
     def add(self, outputs: Tensor, examples: Tensor) -> None:

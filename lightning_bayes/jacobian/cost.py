@@ -8,8 +8,9 @@ Per example, the multiplications of a prediction with a Kronecker posterior are
     + T I² + K T O²                                               rotating inputs and output gradients
     + min(T(T+1)/2 · I O + K T² O + K² T O,  K T O I + K² O I)    covariances from position pairs or Jacobians,
 
-and, for an exact block of `p` weights, `K p² + K² p`. A fit takes the backward passes, one more for the loss, and the
-products of the factors, `T I² + K T O²`. Its eigendecompositions of about `10 d³` do not grow with the data.
+and, for an exact block of `p` weights, `K p² + K² p`. A fit takes the backward passes, one more backward pass for the
+loss, and the products of the factors, `T I² + K T O²`. The eigendecomposition of a factor with `d` columns takes about
+`10 d³` multiplications, for any number of examples.
 
 Operations differ in how well they use a processor. `WEIGHTS` has one factor for each kind of work, measured on six
 networks (`benchmarks/cost.py`); `ACTIVATION` is the work of an output of a layer, relative to a multiplication.
@@ -33,14 +34,14 @@ from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
 
 ACTIVATION = 33.0
-LARGEST_EXACT = 1024  # the most weights of an exact dense block; larger blocks are diagonal
+LARGEST_EXACT = 1024  # maximum number of weights in a densely stored block; larger blocks keep only their diagonal
 WEIGHTS = {"backward": 0.7, "rotate": 0.9, "covariance": 3.7, "exact": 25.0, "decompose": 0.4}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost in forward passes of the same examples. `decompose` counts forward passes of one example, once per
-    fit."""
+    """The cost in forward passes of the same examples. `decompose` is the cost of a fit's eigendecompositions, in
+    forward passes of one example."""
 
     predict: float
     fit: float
@@ -64,7 +65,8 @@ class Work:
 
 
 def estimate_cost(network: nn.Module, x: Any, subset: Subset, sampled: bool = False) -> Cost:
-    """The cost of a Kronecker posterior over `subset`; `sampled` is for a Monte-Carlo Fisher with one label."""
+    """The cost of a Kronecker posterior over `subset`. With `sampled`, the fit uses a Monte-Carlo Fisher with one
+    label."""
     with preserved_rng(inputs.device_of(network)), torch.inference_mode(False), borrowed(network, subset.names):
         plan = make_plan(network, x, subset)
         work = count_work(network, x, plan, 1 if sampled else plan.n_outputs)
@@ -122,7 +124,7 @@ def _unfused(network: nn.Module) -> Iterator[None]:
         yield
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about settings of other devices
+        warnings.simplefilter("ignore")  # PyTorch warns about settings of other devices
         with torch.backends.mkldnn.flags(enabled=False):
             yield
 

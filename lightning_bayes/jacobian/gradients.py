@@ -12,8 +12,8 @@ recurrent kernels) they switch to a loop for the rest of the fit. The columns ar
 | `empirical_fisher` | `∂ log p(yₙ | f) / ∂f` for the example's own label           |
 
 The positions of a dense output are independent given `f`, so the exact form needs a backward pass for each class of
-each position. There `auto` means `fisher_mc`, which needs one pass, unless the outputs are few; elsewhere it means
-`ggn`.
+each position. For a dense output `auto` means `fisher_mc`, which needs one backward pass, unless an example has few
+outputs; for other outputs `auto` means `ggn`.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class LayerGradients:
         return wrong
 
     def _looped(self, f: Tensor, calls: list[Call], columns: Tensor) -> list[Tensor]:
-        """One column at a time, into buffers that the next call reuses: allocation would cost more than the copy. The
-        columns of an example are adjacent, as its per-example gradient needs them."""
+        """One column at a time, into buffers that the next call reuses: allocation would cost more than the copy. In
+        the buffers the columns of an example are adjacent, because its per-example gradient reads them together."""
         shapes = [(call.output_shape[0], len(columns), *call.output_shape[1:]) for call in calls]
         if [g.shape for g in self._buffers] != shapes or self._buffers[0].dtype != columns.dtype:
             self._buffers = [columns.new_empty(shape) for shape in shapes]
@@ -229,8 +229,8 @@ def quiet() -> Iterator[None]:
 
 
 CURVATURES = ("auto", "ggn", "fisher_mc", "empirical_fisher")
-FEW = 64  # the most outputs of an example with several positions for which "auto" is exact
-SLOW = 1000  # outputs of such an example above which exact columns give a warning
+FEW = 64  # maximum number of outputs of an example with several positions for which "auto" means "ggn"
+SLOW = 1000  # number of outputs of such an example above which "ggn" gives a warning
 
 
 def choose_curvature(curvature: str, likelihood: Likelihood, shape: torch.Size, trial: bool = False) -> str:
@@ -263,7 +263,7 @@ def output_columns(
 ) -> Iterator[Tensor]:
     """Columns for the whole batch, at most `size` at a time.  # [k, *f.shape]"""
     if curvature == "ggn" and likelihood.has_diagonal_fisher:
-        # Each column has a single output, `√d`. The whole root would need the square of an image's size.
+        # Each column has one nonzero output per example, `√d`. The whole root would need the square of an image's size.
         root = likelihood.fisher_diagonal(f, y).sqrt().reshape(1, len(f), 1, -1)
         return (columns.reshape(-1, *f.shape) for columns in root_columns(root, size))
     if curvature == "ggn":

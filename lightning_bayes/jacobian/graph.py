@@ -5,7 +5,8 @@ No operation says which example a row belongs to: a network may merge positions 
 pack sets of different sizes, or route rows to experts. `find_rows` tries three ways for each batch, the cheapest first:
 
 - A single example owns all rows.
-- If every operation of the graph is known to keep examples in their rows (`keeps_rows`), so do the layers.
+- If every operation of the graph is known to keep examples in their rows (`keeps_rows`), then row `n` of a layer's
+  output belongs to example `n`.
 - Otherwise gradients identify the rows. Let `g` be the gradient of `Σ cₙfₙ`, with random `c`, at a layer's output, and
   `g'` the gradient of `Σ wₙcₙfₙ`. A row that belongs only to example `n` has `g' = wₙ g`. The weights `w` are signed
   powers of two: scaling by them is exact, and they are far apart, so the ratio identifies the example. A row without a
@@ -28,7 +29,7 @@ from lightning_bayes.jacobian.layers import PLAIN, BatchAxis, RowIndex, Rows
 from lightning_bayes.network.errors import CurvatureError
 from lightning_bayes.network.private import function_class, result_shape, saved
 
-_ONCE = once_differentiable(lambda ctx: None).__code__  # every decorated function has this code
+_ONCE = once_differentiable(lambda ctx: None).__code__  # the code of all functions with this decorator
 _LEAF = "torch::autograd::AccumulateGrad"
 _MISSING = "torch::autograd::NotImplemented"
 
@@ -88,7 +89,7 @@ def once_differentiable_functions(f: Tensor) -> list[str]:
 
 
 def has_missing_derivative(f: Tensor) -> bool:
-    """Whether a backward pass through the graph of `f` would fail because a formula is missing."""
+    """Whether a backward pass through the graph of `f` would fail because an operation has no derivative formula."""
     return f.requires_grad and any(node.name() == _MISSING for node in uses(f))
 
 
@@ -122,13 +123,14 @@ def _keeps_rows(node: Node, B: int) -> bool:
         return False
     name = node.name()
     if name in _ELEMENTWISE:
-        return all(len(s) == len(shape) for s in operands)  # fewer dimensions broadcast from the last one
+        # An operand with fewer dimensions is aligned at the last one, so its first dimension is not the batch.
+        return all(len(s) == len(shape) for s in operands)
     if name in _BY_ROW:
         return True
     if name in _ALONG_DIMS:
         dims = saved(node, "dim")
         dims = (dims,) if isinstance(dims, int) else dims or (0,)
-        dims = [dim - 2**64 if dim >= 2**63 else dim for dim in dims]  # PyTorch stores negative ones as unsigned
+        dims = [dim - 2**64 if dim >= 2**63 else dim for dim in dims]  # PyTorch stores negative dims as unsigned
         return bool(operands) and all(dim % len(operands[0]) != 0 for dim in dims)
     if name in ("AddmmBackward0", "MmBackward0"):
         return _is_constant(node.next_functions[-1][0])
@@ -144,18 +146,18 @@ def _keeps_rows(node: Node, B: int) -> bool:
 
 
 def _is_constant(node: Node | None) -> bool:
-    """Whether a node is a parameter or a transposed one, or has no gradient."""
+    """Whether a node is a parameter or a transposed parameter, or is None because no gradient is needed there."""
     if node is not None and node.name() == "TBackward0":
         node = node.next_functions[0][0]
     return node is None or node.name() == _LEAF
 
 
-_EXPONENTS = {torch.float64: 256, torch.float16: 4}  # powers of two that do not overflow; other types: 96
+_EXPONENTS = {torch.float64: 256, torch.float16: 4}  # number of powers of two that do not overflow; 96 for other dtypes
 
 
 def find_rows(f: Tensor, calls: list[Call], certain: bool) -> list[Rows | None]:
-    """The rows of each call of a batch, or None if a row belongs to several examples. They are `certain` if the graph
-    of the output `f` keeps rows."""
+    """For each call of a batch, the rows of its examples, or None if a row belongs to several examples. `certain` means
+    that the graph of the output `f` is known to keep rows."""
     B = len(f)
     if B == 1:
         return [all_rows(call) for call in calls]
@@ -173,7 +175,7 @@ def find_rows(f: Tensor, calls: list[Call], certain: bool) -> list[Rows | None]:
 
 
 def all_rows(call: Call) -> Rows:
-    """All rows, which belong to one example."""
+    """The rows of a call if all of them belong to one example."""
     if not call.row_dims:
         return RowIndex(0, torch.zeros(1, 1, dtype=torch.long, device=call.input.tensor.device))
     return BatchAxis(0, call.output_shape[0])
@@ -200,7 +202,8 @@ def _rows(call: Call, gradients: list[Tensor | None], B: int, base: int) -> Rows
 
 
 def _owners(g: Tensor, weighted: list[Tensor], B: int, base: int) -> Tensor | None:
-    """The example of each row, -1 for a row without a gradient; None if a row belongs to several.  # [R, ...] -> [R]"""
+    """The example of each row, -1 for a row without a gradient; None if a row belongs to several examples.
+    # [R, ...] -> [R]"""
     size, place = g.abs().max(1, keepdim=True)  # [R, 1]
     alive = size.squeeze(1) > 0
     owners, pure = torch.zeros_like(place.squeeze(1)), torch.ones_like(alive)

@@ -33,7 +33,7 @@ from torch import Tensor
 from lightning_bayes.jacobian.patches import Patches, pad, patch_gram, transposed_patches
 from lightning_bayes.structures import Piece
 
-LARGEST_VOCABULARY = 4096  # the largest for which a bag of words has a Kronecker block
+LARGEST_VOCABULARY = 4096  # the largest vocabulary for which a bag of words has a Kronecker block
 STRIP = 2**23  # bytes of a convolution's patches that are built at a time
 
 
@@ -53,11 +53,11 @@ class Layer(ABC):
         yield self.inputs(axis)[:, examples]
 
     def inputs_at(self, columns: Tensor, axis: Rows) -> Tensor:
-        """Selected features.  # [G, B, T, columns]"""
+        """The inputs at selected features.  # [G, B, T, columns]"""
         return self.inputs(axis).index_select(-1, columns)
 
     def inputs_times(self, Q: Tensor, bias: Tensor | None, axis: Rows) -> Tensor:
-        """`aQ + bias` in one product for all examples; a batched product would copy `Q` for each.
+        """`aQ + bias` in one product for all examples; a batched product would copy `Q` for each example.
         # [G, I, k], [G, 1, k] -> [G, B, T, k]"""
         a = self.inputs(axis)
         rows = a.flatten(1, 2).to(Q.dtype)
@@ -69,16 +69,17 @@ class Layer(ABC):
         return g.reshape(g.shape[0], 1, g.shape[1], -1, g.shape[-1])
 
     def row_dims(self, ndim: int) -> int:
-        """The number of leading dimensions, of `ndim`, that index rows, not channels, pixels or features."""
+        """The number of leading dimensions of an output with `ndim` dimensions that index rows, not channels, pixels or
+        features."""
         return ndim - 1
 
     @property
     @abstractmethod
     def weight(self) -> Piece:
-        """How the weight is stored: as `(G, O, I…)`, or in another shape with the permutation to this one."""
+        """How the weight is stored: as `(G, O, I…)`, or in another shape with the permutation to `(G, O, I…)`."""
 
     def input_gram(self) -> tuple[Tensor, Tensor, int] | None:
-        """`Σ aaᵀ`, `Σ a` and the number of positions, or None if `inputs` is the fastest way."""
+        """`Σ aaᵀ`, `Σ a` and the number of positions, or None if computing them from `inputs` is faster."""
         return None
 
 
@@ -110,7 +111,8 @@ class MatrixProduct(LinearLayer):
 
 @dataclass(frozen=True)
 class EmbeddingBag(MatrixProduct):
-    """The sum or mean of word vectors: a product with the weight of each word in each bag, `[B, V]`."""
+    """The sum or mean of word vectors: the product of a matrix `[B, V]`, the weight of each word in each bag, and the
+    word vectors `[V, D]`."""
 
     kind = "bag of words"
 
@@ -138,7 +140,8 @@ class Bias(Layer):
 
 @dataclass(frozen=True)
 class Patched(Layer):
-    """A layer that sees its input in overlapping patches. They need many times its memory, so `a` comes in strips."""
+    """A layer that sees its input in overlapping patches. The patches need many times the memory of the input, so `a`
+    comes in strips."""
 
     x: Tensor  # [B, C, *S]
     weight_shape: tuple[int, ...]  # (O, C / groups, *kernel), transposed (C, O / groups, *kernel)
@@ -246,8 +249,8 @@ class Embedding(Layer):
         return (one_hot if self.padding_idx is None else one_hot * (columns != self.padding_idx)).unsqueeze(0)
 
     def gradients(self, g: Tensor, axis: Rows) -> Tensor:
-        """The gradients, with zeros at padding tokens. Those affect no weight, but behind a normalisation they can be
-        the largest."""
+        """The gradients, with zeros at padding tokens. These gradients affect no weight, but if a normalisation follows
+        the embedding, they can be the largest ones."""
         g = super().gradients(g, axis)
         if self.padding_idx is None:
             return g
@@ -325,7 +328,7 @@ class RowIndex:
     the output count as one. Examples with fewer rows are padded with zeros, which add nothing to a gradient."""
 
     dims: int
-    index: Tensor  # [B, T], one past the last row where an example has no more
+    index: Tensor  # row numbers [B, T]; the total number of rows where an example has no more rows
 
     @staticmethod
     def from_owners(owners: Tensor, B: int, dims: int) -> RowIndex:

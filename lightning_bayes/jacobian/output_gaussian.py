@@ -3,8 +3,9 @@
 
 The Jacobian `[B, C, P]` is not built. Each layer's block of `P` adds a term that needs only the layer's inputs and
 output gradients (see `structures.output_covariance`). A prior changes only eigenvalues, so several priors share one
-backward pass. For a low-rank matrix, a few columns correct the term of its diagonal (`JacobianColumns`). Only a full
-matrix, or one whose blocks do not match the layers of this pass, needs the whole Jacobian, a few examples at a time.
+backward pass. For a low-rank precision, the diagonal part gives such terms, and a few columns correct their sum
+(`JacobianColumns`). Only a full matrix, or one whose blocks do not match the layers of this pass, needs the whole
+Jacobian, a few examples at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lightning_bayes.network.float64 import cast_like, in_float64
 from lightning_bayes.network.input_graph import double_backward_guard
 from lightning_bayes.structures import CovarianceForm, InverseTerms, JacobianColumns, Layout, Structure
 
-LARGEST = 2**36  # bytes of covariances
+LARGEST = 2**36  # maximum size of the covariances, in bytes
 MEMORY = 2**29  # bytes of the gradients of one part of a batch, with copies: small parts slow a backward pass down
 BlockFinder = Callable[[Layout], Structure | None]
 Observer = Callable[["LayerJacobian"], None]
@@ -61,7 +62,7 @@ def output_gaussian(
     _check_size(B, plan.n_outputs, form)
     numbers = max(plan.n_activations, 1 if precisions[0].has_layer_blocks else plan.subset.size)
     few = max(1, MEMORY // (8 * plan.n_outputs * max(numbers, 1)))
-    if form != "joint" and few < B:  # examples are independent: a few at a time bound the memory
+    if form != "joint" and few < B:  # examples are independent, so running a few at a time limits the memory
         parts = [inputs.take(network, x, slice(start, start + few)) for start in range(0, B, few)]
         return _concatenated(
             [
@@ -75,7 +76,7 @@ def output_gaussian(
         return _one_by_one(network, plan, precisions, x, form, f, differentiable, approximate, observe)
     if observe is not None:
         observe(jacobian)
-    # Variances need one column at a time, covariances all of them.
+    # Variances need one column at a time, covariances need all columns at once.
     size = LayerGradients.chunk_size(jacobian.matched.used, jacobian.f) if form == "marginal" else jacobian.n_outputs
     chunks = []
     for start in range(0, jacobian.n_outputs, size):
@@ -154,7 +155,7 @@ def selected_covariances(network: nn.Module, plan: Plan, precision: Structure, x
 
 
 class LayerJacobian(Jacobian):
-    """The Jacobian with a plan, which also computes rows and factors, layer by layer."""
+    """The Jacobian with a plan. It also computes the rows of `J`, and the layers' inputs and output gradients."""
 
     def __init__(self, network: nn.Module, plan: Plan, x: Any, differentiable: bool = False) -> None:
         B, parameters = inputs.batch_size(x), plan.subset.parameters(network)
@@ -241,13 +242,14 @@ class OutputGradients:
 
     def _has_blocks(self, block_of: BlockFinder) -> bool:
         """Whether every layer of this pass has its own block. The plan of a prediction is made from a few examples; if
-        they do not use a layer (such as an expert that none of them needs), it may differ from the fit's."""
+        they do not use a layer (such as an expert that none of them needs), this plan may differ from the plan of the
+        fit."""
         layouts = [self._plan.parameter_layout(name) for name in self._unmatched]
         layouts += [layer.layout for layer, _ in self._layers()]
         return all(block_of(layout) is not None for layout in layouts)
 
     def _by_terms(self, terms: list[InverseTerms], form: CovarianceForm) -> list[Tensor]:
-        """`scale · J D⁻¹ Jᵀ − (JV mix)(JV mix)ᵀ`; as a difference it needs float64."""
+        """`scale · J D⁻¹ Jᵀ − (JV mix)(JV mix)ᵀ`, in float64 because the two terms may nearly cancel."""
         subset = self._plan.subset
         diagonals = {id(term.diagonal): term.diagonal for term in terms}
         columns = {id(term.columns): JacobianColumns(term.columns, subset) for term in terms}
@@ -271,7 +273,8 @@ class OutputGradients:
         dtype: torch.dtype,
         columns: Sequence[JacobianColumns] = (),
     ) -> list[Tensor]:
-        """The sums over layers; each layer is also added to the `columns`."""
+        """For each finder, the sum of the terms of all layers and parameters. Each layer and parameter is also added to
+        the `columns`."""
         f = self._jacobian.f
         like = in_float64(f.new_empty(0)) if dtype == torch.float64 else f.new_empty(0, dtype=dtype)
         totals = [form.zeros(len(f), self._K, like) for _ in finders]

@@ -1,6 +1,6 @@
 """`Patches`: the inputs that each output position of a convolution sees, for any number of dimensions.
 
-They turn a convolution into a linear layer, `z[b, t, o] = Σ_i a[b, t, i] W[o, i]` with `i` over (channel, kernel
+Patches turn a convolution into a linear layer, `z[b, t, o] = Σ_i a[b, t, i] W[o, i]` with `i` over (channel, kernel
 offset). A transposed convolution is a convolution with flipped kernel and stride one, after zeros are inserted between
 the pixels of its input.
 
@@ -29,7 +29,7 @@ class Patches:
     padding: Sequence[tuple[int, int]]  # before and after each dimension; a negative number crops
     dilation: Sequence[int]
     spread: Sequence[int] | None = None  # the distance between pixels after zeros are inserted; None means one
-    flipped: bool = False  # whether offsets count from the end
+    flipped: bool = False  # whether kernel offsets are numbered from the last one
 
     def of(self, x: Tensor) -> Tensor:
         """Build all patches at once."""
@@ -57,12 +57,13 @@ class Patches:
         return [(size - r - 1) // s + 1 for size, r, s in zip(sizes, reach, self.stride, strict=True)]
 
     def _rows(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """The output rows `start:stop` see the rows `first:last` of the padded image."""
+        """The patches of the output rows `start:stop`. They see the rows `first:last` of the image after zeros are
+        inserted; rows outside the image are padding."""
         before, s = self.padding[0][0], 1 if self.spread is None else self.spread[0]
         first = start * self.stride[0] - before
         last = (stop - 1) * self.stride[0] - before + self.dilation[0] * (self.kernel[0] - 1) + 1
-        low, high = max(0, -(-first // s)), min(x.shape[2], (last - 1) // s + 1)  # the pixels in these rows
-        if low >= high:  # only zeros
+        low, high = max(0, -(-first // s)), min(x.shape[2], (last - 1) // s + 1)  # the rows of `x` among them
+        if low >= high:  # these rows contain only zeros
             low, high = 0, 1
             x = torch.zeros_like(x[:, :, :1])
             first, last = 0, last - first
@@ -105,9 +106,9 @@ def patch_gram(x: Tensor, patches: Patches, size: int) -> tuple[Tensor, Tensor, 
 
 
 def _patch_gram(x: Tensor, patches: Patches, size: int) -> tuple[Tensor, Tensor, int]:
-    """The kernel rows `k` and `k + d` meet the same pairs of image rows `(r, r + d)`, over different ranges of `r`. So
-    each product of rows is computed once per distance `d`, and windows over `r` are sums of small matrices: `K`
-    products of rows instead of `K²`. Rows of zeros that pad the image are skipped."""
+    """`patch_gram` of a few examples. The kernel rows `k` and `k + d` see the same pairs of image rows `(r, r + d)`,
+    over different ranges of `r`. So the products of these pairs are computed once for each distance `d`, and each `k`
+    sums its range of `r`: `K` batched products instead of `K²`. Image rows that are only padding are skipped."""
     kernel, padding = patches.kernel, patches.padding
     K, dil = kernel[0], patches.dilation[0]
     C, R = x.shape[1:3]

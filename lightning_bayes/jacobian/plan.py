@@ -1,14 +1,15 @@
 """`Plan`: how to compute each parameter's curvature, decided before the data pass by tracing the network.
 
-The network runs on a few examples, and the rules of `layers` are checked on it: their gradient must be autograd's, the
-graph must use each parameter as often as the recorded layers do, and every row of a layer's output must belong to one
-example. Parameters that fail a check get exact per-example gradients. Each later batch is matched with the plan.
+The network runs on a few examples, and the rules of `layers` are checked on this run: their gradients must equal
+autograd's, the graph must use each parameter as often as the recorded layers do, and every row of a layer's output must
+belong to one example. Parameters that fail a check get exact per-example gradients. Each later batch is matched with
+the plan.
 
 Two more things are found by tracing: the last layer (`find_last_layer`), and the layers whose scale a normalisation
 removes (`normalised_layers`; tutorial, section 6, recommendation 2). If only a normalisation reads the output of a
 linear or convolution layer, directly and completely, multiplying the layer's weights by any `k > 0` does not change the
 network. Such weights have no scale that a shared prior could refer to. The graph shows whether this is so: only views
-may lie between the layer's output and the normalisation, with one edge to each.
+may lie between the layer's output and the normalisation, and nothing else may use the output or a view.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from lightning_bayes.network.output import network_name
 from lightning_bayes.network.subset import layer_of
 from lightning_bayes.structures import Layout, Piece
 
-PROBE = 32  # the most examples to trace: enough to see most of the paths through a network
+PROBE = 32  # maximum number of examples to trace: enough to see most of the paths through a network
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class LayerUse(Role):
     """A layer with its parameters. If one forward pass calls it several times, the calls count as shared positions."""
 
     kronecker: bool  # whether the block is approximated by a Kronecker product
-    layout: Layout  # of [W b] in the concatenation of the subset's parameters
+    layout: Layout  # positions of [W b] in the concatenation of the subset's parameters
 
     def inputs(self, calls: list[Call]) -> Tensor | None:
         """# [G, B, T, I], or None if only the bias is in the subset"""
@@ -94,9 +95,9 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 class Matched:
     """One forward pass, matched with a plan."""
 
-    calls: list[list[Call]]  # of each layer; empty if the batch did not reach it
-    unmatched_parameters: tuple[str, ...]  # those that the output depends on
-    mixed: tuple[str, ...]  # layers with rows of several examples: take the batch one example at a time
+    calls: list[list[Call]]  # the calls of each layer; an empty list if the batch did not use the layer
+    unmatched_parameters: tuple[str, ...]  # parameters without a layer rule that the output depends on
+    mixed: tuple[str, ...]  # layers with a row that belongs to several examples; they need one example at a time
     plain: bool  # whether every operation is known to keep each example in its row
 
     @property
@@ -116,9 +117,9 @@ class Plan:
     subset: Subset
     layers: tuple[LayerUse, ...]
     unmatched_parameters: tuple[str, ...]
-    output_shape: torch.Size  # of the network, for the traced examples
-    n_activations: int  # of all layers in the plan, per example
-    repeats: frozenset[str] = frozenset()  # embeddings that all examples share and that are repeated for each
+    output_shape: torch.Size  # shape of the network's output for the traced examples
+    n_activations: int  # number of outputs of all layers in the plan, per example
+    repeats: frozenset[str] = frozenset()  # shared embeddings that are repeated for each example
 
     def recorder(self, parameters: dict[str, nn.Parameter], size: int, keep_graph: bool = False) -> Recorder:
         """A recorder for a forward pass of `size` examples."""
@@ -135,7 +136,7 @@ class Plan:
         return Layout.vector([(self.subset.starts[name], shape.numel())])
 
     def describe(self, rows: ParameterRows) -> str:
-        """The parameter's name, with the range of rows unless it is complete."""
+        """The parameter's name, with the range of `rows` unless they are all rows of the parameter."""
         whole = rows.stop - rows.start == self.subset.shapes[self.subset.names.index(rows.name)][0]
         return rows.name if whole else f"{rows.name}[{rows.start}:{rows.stop}]"
 
@@ -233,7 +234,7 @@ class PlanCache:
 
 
 def _shapes(x: Any) -> tuple[torch.Size, ...]:
-    """The shapes of one example: the batch dimension may include positions. All containers share one key."""
+    """The shapes without the first dimension, which may include positions. All containers share one key."""
     return () if isinstance(x, inputs.Container) else tuple(leaf.shape[1:] for leaf in inputs.tensors(x))
 
 
@@ -247,7 +248,7 @@ def _record(network: nn.Module, x: Any, parameters: dict[str, nn.Parameter]) -> 
     try:
         with Recorder(parameters, size, frozenset(recorder.shared)) as repeating:
             g = inputs.call(network, x)
-    except Exception:  # a network that does not broadcast them may raise anything
+    except Exception:  # a network that does not broadcast the embeddings may raise anything
         return f, recorder
     same = isinstance(g, Tensor) and g.shape == f.shape and torch.allclose(g, f)
     return (g, repeating) if same else (f, recorder)
@@ -299,7 +300,8 @@ def _used_elsewhere(nodes: Counter[Node], calls: Iterable[Call], parameters: dic
 
 
 def _without(layers: list[LayerUse], wrong: set[str], parameters: dict[str, nn.Parameter]) -> list[LayerUse]:
-    """The layers without wrong parameters, and without parameters that they would cover only in part."""
+    """The layers without `wrong` parameters. If the layers that are left cover a parameter only in part, those
+    layers are removed, too."""
     while True:
         layers = [layer for layer in layers if not any(rows.name in wrong for rows in layer.parameters)]
         covered: Counter[str] = Counter()
@@ -342,7 +344,7 @@ def _disagreeing(
 
 _NAMES = ("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm")
 _NORMALISATIONS = tuple(getattr(F, name) for name in _NAMES if hasattr(F, name))
-_NORM_NAME = re.compile(r"(Batch|Layer|Group|Instance|RMS|Rms)Norm(\dd)?$")  # modules that do not call PyTorch's norms
+_NORM_NAME = re.compile(r"(Batch|Layer|Group|Instance|RMS|Rms)Norm(\dd)?$")  # class names of hand-written norms
 _VIEWS = re.compile(
     r"(View|UnsafeView|ReshapeAlias|Alias|Transpose|Permute|T|Unsqueeze|Squeeze|Clone|ToCopy)Backward\d"
 )
@@ -416,7 +418,8 @@ def _is_norm_by_name(module: nn.Module) -> bool:
 
 
 def _origin(mark: Node, nodes: Mapping[Node, int], outputs: set[Node]) -> Node | None:
-    """The layer's output behind a mark, if only views lie in between and nothing else reads them."""
+    """The node of the layer's output behind a mark. None if other operations than views lie in between, or if anything
+    else reads the output or a view."""
     node = mark.next_functions[0][0]
     while node is not None and nodes[node] == 1:
         if node in outputs:

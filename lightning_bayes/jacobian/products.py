@@ -71,8 +71,8 @@ class Jacobian:
         return self._f
 
     def push(self, V: Tensor, forward: bool = True, batched: bool = True) -> Tensor:
-        """`Jv` of each row, in forward mode or by two backward passes, all at once or one after the other. Raises an
-        error if an operator has no rule for that.  # [k, P] -> [k, B, ...]"""
+        """`Jv` of each row `v` of `V`, in forward mode or by two backward passes, all rows at once or one after the
+        other. Raises an error if an operator has no rule for the chosen way.  # [k, P] -> [k, B, ...]"""
         directions = self._directions(V)
         if forward and batched:
             return self._together(directions)[1].detach()
@@ -86,7 +86,7 @@ class Jacobian:
             return torch.stack([backward.push(d) for d in _each(directions)])
 
     def pull(self, U: Tensor, batched: bool = True) -> Tensor:
-        """`Jᵀu` of each row.  # [k, B, ...] -> [k, P]"""
+        """`Jᵀu` of each row `u` of `U`.  # [k, B, ...] -> [k, P]"""
         f, parameters = self.f, list(self._parameters.values())
 
         def gradients(u: Tensor, lead: torch.Size) -> Tensor:
@@ -122,7 +122,8 @@ class Jacobian:
         return f + Jv
 
     def linearised_many(self, V: Tensor) -> Tensor:
-        """`f(x) + Jv` of each row, all at once if batching gives the right result.  # [k, P] -> [k, B, ...]"""
+        """`f(x) + Jv` for each row `v` of `V`, all at once if batching gives the right result.
+        # [k, P] -> [k, B, ...]"""
         if self._batches is None and len(V) > 1:
             self._batches = not self._differentiable and self._can_batch(V)
         if not self._batches or len(V) == 1:
@@ -179,8 +180,9 @@ class Jacobian:
         return f, JV
 
     def _can_batch(self, V: Tensor) -> bool:
-        """Whether the `Jv`, weighted by random numbers, add up to `J` times the weighted sum. Two examples are enough,
-        unless there are as many examples as directions: a wrong rule may confuse the two."""
+        """Whether the `Jv`, weighted by random numbers, add up to `J` times the weighted sum of the directions. The
+        check needs only a few examples, unless there are as many examples as directions: a wrong rule may then confuse
+        examples and directions."""
         k = len(V)
         whole = isinstance(self._x, inputs.Container) or k == inputs.batch_size(self._x)
         x = self._x if whole else inputs.few(self._network, self._x, 2 if k != 2 else 3)
@@ -230,7 +232,7 @@ class Jacobian:
 
 @dataclass(frozen=True, eq=False)
 class _LinearPullback:
-    """The graph of `u ↦ Jᵀu`. It is linear in `u`, so the gradient of `⟨Jᵀu, v⟩` is `Jv`, and one graph serves all
+    """The graph of `u ↦ Jᵀu`. The map is linear in `u`, so the gradient of `⟨Jᵀu, v⟩` is `Jv`, and one graph serves all
     directions."""
 
     f: Tensor
@@ -256,7 +258,7 @@ def _forward_mode(recurrent: bool) -> Iterator[None]:
     """Hide PyTorch's own deprecation warnings, and avoid the recurrent layers of oneDNN, which have no forward mode."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.jit.*", category=Warning)
-        warnings.filterwarnings("ignore", message=".*TF32.*", category=UserWarning)  # any oneDNN setting warns
+        warnings.filterwarnings("ignore", message=".*TF32.*", category=UserWarning)  # raised by any oneDNN setting
         with torch.backends.mkldnn.flags(enabled=False) if recurrent else nullcontext():
             yield
 
@@ -317,12 +319,12 @@ class FixedJacobian:
         return self.f.shape
 
     def push(self, V: Tensor) -> Tensor:
-        """`Jv` of each row.  # [k, P] -> [k, B, ...]"""
+        """`Jv` of each row `v` of `V`.  # [k, P] -> [k, B, ...]"""
         with self._borrowed() as jacobian:
             return torch.cat([jacobian.push(part, *self._way.current) for part in V.split(self._chunk)])
 
     def pull(self, U: Tensor) -> Tensor:
-        """`Jᵀu` of each row.  # [k, B, ...] -> [k, P]"""
+        """`Jᵀu` of each row `u` of `U`.  # [k, B, ...] -> [k, P]"""
         with self._borrowed() as jacobian:
             return torch.cat([jacobian.pull(part, self._way.current[1]) for part in U.split(self._chunk)])
 
@@ -353,7 +355,7 @@ class FixedJacobian:
 
 class GGNProduct:
     """`Σₙ JₙᵀΛₙJₙ V` of one batch at a time, for a borrowed network that tracks the subset's parameters: `JV`, then
-    `Λ(JV)` for each example, then `Jᵀ(ΛJV)`. The halves must agree: `Vᵀ(JᵀΛJV) = (JV)ᵀ(ΛJV)`."""
+    `Λ(JV)` for each example, then `Jᵀ(ΛJV)`. The products with `J` and `Jᵀ` must agree: `Vᵀ(JᵀΛJV) = (JV)ᵀ(ΛJV)`."""
 
     def __init__(self, network: nn.Module, subset: Subset, n_activations: int) -> None:
         self._network, self._subset, self._n_activations = network, subset, n_activations
@@ -386,7 +388,7 @@ class GGNProduct:
         backward = in_float64(V) @ in_float64(product).mT
         forward = in_float64(JV).flatten(1) @ in_float64(U).flatten(1).mT
         size = float(forward.norm())
-        self._largest = max(size, self._largest)  # vectors that `H` maps to zero leave only rounding
+        self._largest = max(size, self._largest)  # for vectors that `H` maps to zero, both products are only rounding
         tolerance = TOLERANCE.get(JV.dtype, 0.1) * size + 100 * torch.finfo(JV.dtype).eps * self._largest + 1e-30
         # Values that are not finite raise an error elsewhere.
         return bool((backward - forward).norm() <= tolerance) or not bool(forward.isfinite().all())

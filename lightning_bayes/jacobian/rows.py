@@ -5,8 +5,8 @@ A subnetwork never needs the gradient of a whole layer. With a layer's inputs `a
 
     J[k, b] = Σ_t g[k, γ, b, t, o] · a[γ, b, t, i],
 
-so `n` chosen weights need `n` columns of `g` and of `a`. If they fill a good part of the rectangle of their inputs and
-outputs, one matrix product over that rectangle is faster.
+so `n` chosen weights need `n` columns of `g` and of `a`. If the chosen weights fill a good part of the rectangle of
+their inputs and outputs, one matrix product over that rectangle is faster.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lightning_bayes.jacobian.gradients import CACHE
 from lightning_bayes.jacobian.plan import Plan
 from lightning_bayes.structures import Layout, layer_jacobian
 
-FILLED = 1 / 16  # the share of the rectangle at which its matrix product becomes faster than single entries
+FILLED = 1 / 16  # share of chosen weights in the rectangle from which one matrix product is faster
 
 
 class JacobianRows:
-    """`begin_chunk`, then `add_layer` and `add_parameter` for all layers and other parameters, fill `rows`
-    `[K, B, P]`."""
+    """Fills `rows` `[K, B, P]`: call `begin_chunk`, then `add_layer` for each layer and `add_parameter` for each other
+    parameter."""
 
     def __init__(self, plan: Plan, dtype: torch.dtype, device: torch.device) -> None:
         self._plan, self._dtype, self._device = plan, dtype, device
@@ -64,7 +64,8 @@ class JacobianRows:
 
 @dataclass(frozen=True, eq=False)
 class ChosenWeights:
-    """The weights of a subnetwork in one layer, with their outputs and inputs numbered among the chosen ones."""
+    """The weights of a subnetwork in one layer. Their outputs and inputs are numbered among those that have a chosen
+    weight."""
 
     places: Tensor  # [n] in the flat vector of the subnetwork
     group: Tensor  # [n]
@@ -100,7 +101,7 @@ class ChosenWeights:
         n, rectangle = len(self.places), G * len(self.rows) * len(self.columns)
         g = g if len(self.rows) == g.shape[-1] else g.index_select(-1, self.rows)
         filled = n >= FILLED * rectangle
-        size = K * (rectangle if filled else T * n) * g.element_size()  # of one example
+        size = K * (rectangle if filled else T * n) * g.element_size()  # bytes of one example
         step = max(1, CACHE // size)
         for start in range(0, B, step):
             part = slice(start, start + step)

@@ -1,4 +1,4 @@
-"""Tools for a module and its inputs: borrow it, run it at other weights, and select its parameters."""
+"""Tools for a module and its inputs: borrow the module, run it at other weights, and select its parameters."""
 
 from lightning_bayes.network import adapters
 from lightning_bayes.network.errors import CurvatureError, DataError, NetworkError, ProcessError, SubsetError
@@ -13,5 +13,5 @@ __all__ = [
     "Processes",
     "Subset",
     "SubsetError",
-    "adapters",  # imported here, because importing it registers them
+    "adapters",  # imported here, because the import registers the adapters
 ]

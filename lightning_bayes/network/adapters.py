@@ -69,7 +69,8 @@ class Graphs(ValueContainer):
         return Graphs(Batch.from_data_list([graphs[n] for n in examples]))
 
     def arguments(self, network: nn.Module) -> Arguments:
-        """The whole data for a `forward` with one argument, otherwise the parts that `forward` names."""
+        """The whole data for a `forward` with one argument, otherwise the parts of the data that have the names of its
+        arguments."""
         parameters, data = forward_parameters(network), self.value
         required = [p for p in parameters if p.default is p.empty]
         if len(required) <= 1 and not (required and required[0].name == "x" and len(parameters) > 1):

@@ -1,4 +1,4 @@
-"""Borrow the user's module: check it, change what a computation needs, and restore it, even after an exception.
+"""Borrow the user's module: check it, prepare it for a computation, and restore it, even after an exception.
 
 `borrowed` prepares a network for curvature and prediction; `at_weights` and `call_with` run it at other weights, in
 place or in one functional call. `RandomState` and `Buffers` restore the remaining state that a run may change.
@@ -80,10 +80,10 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
 
     - Hooks on gradients, such as clipping, belong to training and are suspended. Forward hooks are part of the function
       and stay.
-    - Frozen parameters get no graph, so a last layer needs no backward pass through the rest.
-    - Attention uses the math kernel without the fast path of `nn.MultiheadAttention`: fused kernels hide their
-      projections and cannot be differentiated for many outputs at once.
-    - Autocast is off, because curvature squares its rounding errors.
+    - Frozen parameters get no graph, so a last layer needs no backward pass through the rest of the network.
+    - Attention uses the math kernel without the fast path of `nn.MultiheadAttention`: fused kernels hide the
+      projections of attention and cannot be differentiated for many outputs at once.
+    - Autocast is off, because curvature squares the rounding errors of 16-bit activations.
     """
     names = set(tracked)
     parameters = dict(network.named_parameters())
@@ -120,7 +120,7 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
 
 @contextmanager
 def _suspended(hooks: dict[int, Any]) -> Iterator[None]:
-    """Remove the hooks, and put them back in order, before any that were added in the meantime."""
+    """Remove the hooks, and put them back in order, before any hooks that were added in the meantime."""
     suspended = dict(hooks)
     hooks.clear()
     try:
@@ -140,7 +140,7 @@ def _set_each(things: Iterable[Any], name: str, values: list[bool]) -> None:
 @contextmanager
 def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
     """Restore the global random generators of the host and of the network's `device`, because a shuffling loader or a
-    random transform may draw from them. Reading the state of any other device would initialise it."""
+    random transform may draw from them. Reading the random state of any other device would initialise that device."""
     before = RandomState.now(device)
     try:
         yield
@@ -161,7 +161,7 @@ class RandomState:
     @staticmethod
     def now(device: torch.device | None) -> RandomState:
         numpy: Any = sys.modules.get("numpy")
-        getter = getattr(_device_module(device), "get_rng_state", None)  # the CPU and the meta device have none
+        getter = getattr(_device_module(device), "get_rng_state", None)  # None for the CPU and the meta device
         return RandomState(
             random.getstate(),
             numpy.random.get_state() if numpy else None,
@@ -191,7 +191,7 @@ def _device_argument(function: Any, device: torch.device | None, before: int = 0
 
 
 def generator_on(device: torch.device) -> torch.Generator:
-    """A new generator on the device, or on the CPU if the device has none."""
+    """A new generator on the device, or on the CPU if the device has no generators."""
     try:
         return torch.Generator(device)
     except RuntimeError:
@@ -238,8 +238,8 @@ def eager() -> AbstractContextManager[Any]:
 def at_weights(network: nn.Module, moves: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
     """Add `moves` to the parameters in place, and restore the parameters exactly.
 
-    A backward pass reads the weights, and activation checkpointing runs the network again during it, so it must end
-    inside the context. For a sharded parameter, the move applies to this process's shard.
+    A backward pass must end inside the context, because it reads the weights, and activation checkpointing runs the
+    network again during the backward pass. For a sharded parameter, the move applies to this process's shard.
     """
     reshard(network)
     shards = [local(p) for p in moves]
@@ -259,8 +259,8 @@ def at_weights(network: nn.Module, moves: Mapping[nn.Parameter, Tensor]) -> Iter
 
 
 def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any = None) -> Any:
-    """`functional_call` with other parameters and buffers. Ties are resolved here: with `tie_weights=True` PyTorch
-    restores a wrong tensor in a module that has two names."""
+    """`functional_call` with other parameters and buffers. This function replaces a tied tensor in all its places,
+    because with `tie_weights=True` PyTorch restores a wrong tensor in a module that has two names."""
     named = chain(module.named_parameters(), module.named_buffers())
     values = {id(t): tensors[name] for name, t in named if name in tensors}
     places = {

@@ -8,7 +8,7 @@ import torch
 
 from lightning_bayes.network.messages import detail
 
-# Raised by PyTorch and Python themselves. Subclasses, such as out of memory, have a more specific meaning.
+# The classes that PyTorch and Python raise themselves. Subclasses, such as `OutOfMemoryError`, are more specific.
 PLAIN = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
 
 
@@ -51,8 +51,9 @@ def no_second_derivative(reason: str) -> CurvatureError:
 
 
 def is_missing_rule(error: Exception) -> bool:
-    """Whether PyTorch, or a network under one of its transforms, raised `error` because a rule is missing. Running out
-    of memory does not count, nor does an exception class that the network's author defined."""
+    """Whether `error` may mean that an operator lacks a batching, forward-mode or derivative rule. PyTorch raises such
+    errors, and so does a network under a transform of PyTorch. Running out of memory does not count, nor does an
+    exception class that the network's author defined."""
     return type(error) in (*PLAIN, AssertionError, NetworkError) and not is_out_of_memory(error)
 
 
@@ -70,5 +71,5 @@ def first_line(error: BaseException) -> str:
 
 @cache
 def log_slow_path(reason: str, path: str) -> None:
-    """Log, once for each reason, that PyTorch has no batching or forward-mode rule for an operator."""
+    """Log, once for each `reason`, that PyTorch has no rule for an operator, and which `path` is taken instead."""
     detail("%s; %s, which is exact but slow", reason, path)

@@ -1,12 +1,13 @@
 """Float64 sums and eigendecompositions: on the device, or on the host if the device lacks float64 (Apple's MPS).
 
-An eigenvalue from a float32 decomposition is off by about `eps · λ_max`. If one input of a layer has a raw scale, that
-error exceeds everything the other inputs contribute, although the matrix itself still contains it. `eigh` therefore
-decomposes in float64. On one thread this takes 2.0, 1.9 and 1.9 times as long for 256, 785 and 1,153 columns (7, 98 and
-296 ms) and 3.0 times as long for 2,305 (2.9 s), so wide matrices stay in float32 if that loses little.
+An eigenvalue from a float32 decomposition is off by about `eps · λ_max`. If one input of a layer is much larger than
+the others, that error exceeds everything the other inputs contribute, although the matrix itself still contains their
+contribution. `eigh` therefore decomposes in float64. On one thread this takes 2.0, 1.9 and 1.9 times as long as float32
+for 256, 785 and 1,153 columns (7, 98 and 296 ms) and 3.0 times as long for 2,305 (2.9 s), so wide matrices stay in
+float32 if that loses little.
 
-A factor of a Kronecker product `G ⊗ A` loses nothing if the error in the product, `eps · ‖A‖ ‖G‖`, is far below any
-prior precision that is added to it.
+A factor of a Kronecker product `G ⊗ A` may stay in float32 if the error in the product, `eps · ‖A‖ ‖G‖`, is far below
+any prior precision that is added to the product.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from lightning_bayes.network.messages import warn
 
-NARROW = 256  # the most columns for which a float64 decomposition is fast
-WIDE, VERY_WIDE = 700, 1200  # the numbers of columns from which it is slow, and very slow
+NARROW = 256  # maximum number of columns for which a float64 decomposition is fast
+WIDE, VERY_WIDE = 700, 1200  # numbers of columns from which a float64 decomposition is slow, and very slow
 NEGLIGIBLE = 0.01  # an error in the curvature that matters little beside a prior precision of about 1 or more
 
 
@@ -46,7 +47,8 @@ def widest(t: Tensor) -> Tensor:
 
 
 def cast_like(t: Tensor, like: Tensor) -> Tensor:
-    """`t.to(like)` in an order that never creates float64 on a device without it, in the backward pass either."""
+    """`t.to(like)`. The order of cast and move never creates a float64 tensor on a device without float64, not even in
+    the backward pass."""
     if like.dtype == torch.float64:
         return t.to(like.device).to(like.dtype)
     return t.to(like.dtype).to(like.device)
@@ -72,10 +74,12 @@ def eigh(
 ) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of PSD matrices `[..., d, d]`: values in float64 and never negative, vectors in the
     matrix's dtype. `name` appears in a warning, `allow_float32` allows the fast path for wide matrices, and
-    `multiplier` is the ratio of the curvature to the matrix, if known.
+    `multiplier`, if known, is the factor from an error of the matrix to an error of the curvature, such as the norm of
+    the other Kronecker factor.
 
-    LAPACK and cuSOLVER do not always converge. The fallbacks are the host, the singular values, and a slightly larger
-    diagonal. If all of them fail, the diagonal replaces the matrix, with a warning.
+    LAPACK and cuSOLVER do not always converge. The fallbacks are a decomposition on the host, a singular value
+    decomposition, and a decomposition with a slightly larger diagonal. If all of them fail, the diagonal replaces the
+    matrix, with a warning.
     """
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     attempts = [_decompose_in_float64, _decompose_by_svd, _decompose_with_jitter]
@@ -106,13 +110,13 @@ def eigh(
 
 
 def clear_rounding(values: Tensor, vectors: Tensor, diagonal: Tensor, error: float = 0.0) -> Tensor:
-    """Set the eigenvalues of a PSD matrix `M` that are only rounding to zero.
+    """Set eigenvalues of a PSD matrix `M` to zero if they are only rounding errors.
 
     Rounding changes an entry by about `eps √(M_ii M_jj)`. An eigenvalue with the vector `q` is therefore off by a small
     multiple of `eps · qᵀ diag(M) q`, plus the error of the decomposition, `error · eps · λ_max`. Relative to this
-    scale, all errors in a null space have the same size, whatever the scales of the parameters. Half of them are
-    negative, which shows how large they are. The positive half would count as data once `1/σ²` lifts it above the
-    prior.
+    scale, all errors in a null space have the same size, whatever the scales of the parameters. Half of these errors
+    are negative, so the most negative eigenvalue shows their size. The positive errors must be removed: they would
+    count as data once the factor `1/σ²` of the noise lifts them above the prior precision.
     # [..., d]
     """
     if not values.numel():
@@ -158,15 +162,15 @@ def _loses_little_in_float32(matrix: Tensor, multiplier: float | None) -> bool:
 
 
 def _is_badly_scaled(matrix: Tensor) -> bool:
-    """Whether rounding at the size of the trace, a bound on the largest eigenvalue, reaches a tenth of the smallest
-    diagonal entry. Zero entries (dead units) are ignored."""
+    """Whether the rounding error of a number as large as the trace, which bounds the largest eigenvalue, exceeds a
+    tenth of the smallest diagonal entry. Zero entries (dead units) are ignored."""
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)  # [..., d]
     smallest = diagonal.masked_fill(diagonal <= 0, torch.inf).amin(-1)
     return bool((torch.finfo(matrix.dtype).eps * diagonal.sum(-1) > 0.1 * smallest).any())
 
 
 def _has_dominant_directions(matrix: Tensor) -> bool:
-    """Whether rounding at the size of the largest eigenvalues exceeds the rounding of the entries, as it does for
-    inputs with a large mean: `‖M‖ > 4 √d max(diag M)`."""
+    """Whether the rounding errors of the largest eigenvalues exceed those of the entries, as for inputs with a large
+    mean: `‖M‖ > 4 √d max(diag M)`."""
     largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)
     return bool((torch.linalg.matrix_norm(matrix) > 4 * matrix.shape[-1] ** 0.5 * largest).any())

@@ -37,7 +37,7 @@ class GatheredLayer(PartialNetwork):
 
     def __init__(self, network: nn.Module, layer: str) -> None:
         super().__init__()
-        object.__setattr__(self, "_whole", network)  # as a submodule, its weights would belong to this network
+        object.__setattr__(self, "_whole", network)  # a submodule would add the sharded weights to this module
         self._layer = layer
         reshard(network)
         *parents, last = layer.split(".")
@@ -67,11 +67,11 @@ class GatheredLayer(PartialNetwork):
 
 @dataclass(frozen=True, eq=False)
 class Features(Container):
-    """The inputs of the last layer, and how to turn its outputs into the network's."""
+    """The inputs of the last layer, and how to turn the layer's outputs into the network's outputs."""
 
     inputs: Tensor  # [B, ...]
-    dims: tuple[int, int] | None  # a dimension of the layer's outputs to move, and its destination
-    shape: torch.Size  # of the outputs of an example
+    dims: tuple[int, int] | None  # source and destination of an output dimension to move; None: no move
+    shape: torch.Size  # shape of the network's outputs for one example
 
     @property
     def size(self) -> int:
@@ -92,12 +92,13 @@ class Features(Container):
 
 
 def gathered(network: nn.Module, x: Any) -> GatheredLayer:
-    """The last layer of a sharded network, found by running it on `x`, on all processes."""
+    """The last layer of a sharded network, found by running the network on `x`, on all processes."""
     return GatheredLayer(network, _last_layer(network, x)[0])
 
 
 def gathered_for(network: nn.Module, names: tuple[str, ...]) -> nn.Module:
-    """The layer of a sharded network that has all these parameters; another network is returned unchanged."""
+    """The layer of a sharded network that owns all parameters `names`. The network is returned unchanged if it is not
+    sharded or has no such layer."""
     layers = {layer_of(name) for name in names}
     if not is_sharded(network) or len(layers) > 1 or "network" in layers:
         return network
@@ -109,7 +110,7 @@ class LayerWatch:
     """Observes one run of a network to find its last layer."""
 
     network: nn.Module
-    layer: str = ""  # the last one that ran, among those with a weight matrix
+    layer: str = ""  # name of the last layer with a weight matrix that ran
     calls: Counter[str] = field(default_factory=Counter)
     a: Tensor | None = None
     z: Tensor | None = None
@@ -186,7 +187,7 @@ def plain_copy(layer: nn.Module, zeros: bool = False) -> nn.Module:
         if p is None:  # no bias, for example
             copy.register_parameter(name, None)
             continue
-        zero = torch.zeros((), dtype=p.dtype, device=p.device)  # expanded, it takes no memory
+        zero = torch.zeros((), dtype=p.dtype, device=p.device)  # expanding a single zero takes no memory
         value = zero.expand(p.shape) if zeros else whole(p.detach()).clone()
         copy.register_parameter(name, nn.Parameter(value, p.requires_grad))
     for name, buffer in private.own_buffers(layer).items():

@@ -1,14 +1,15 @@
 """Outputs with an autograd graph that leads only to the network's inputs `x`.
 
 Layer gradients come from a graph that contains the weights, so a `backward` through it would fill the weights' `.grad`.
-`attached` therefore computes on copies of the inputs and connects them to the inputs by an autograd function. Its
-backward pass asks the inner graph for the gradient of the copies only, and is differentiable in the same way.
+`attached` therefore computes on copies of the inputs and connects them to the inputs by an autograd function. The
+function's backward pass asks the inner graph for the gradient of the copies only, and is differentiable in the same
+way.
 
 `CompositeNorms` replaces normalisations by elementary operators. The forward mode of PyTorch's layer norm treats the
 mean and the standard deviation as constants, so the gradient of a Jacobian product `Jv` is silently wrong (PyTorch
 2.15). A function draw, and a prediction with many outputs, contain such products: without `CompositeNorms` their first
-gradient in `x` was off by 19 to 35 % for small networks. The same holds for batch norm with batch statistics, on which
-instance norm is built, and for third derivatives.
+gradient in `x` was off by 19 to 35 % for small networks. Batch norm with batch statistics, on which instance norm is
+built, has the same error, and so have third derivatives.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from lightning_bayes.network.errors import CurvatureError, DataError, first_line
 from lightning_bayes.network.inputs import map_tensors, tensors
 from lightning_bayes.network.private import refuse_recomputation
 
-_NO_DERIVATIVE = ("is not implemented", "Can't call numpy()")  # in PyTorch's messages
+_NO_DERIVATIVE = ("is not implemented", "Can't call numpy()")  # texts in PyTorch's messages about missing derivatives
 
 
 def check_differentiable(x: Any) -> None:
-    """Raise unless `x` can have a graph."""
+    """Raise if gradients are off, or if `x` has tensors and none of them requires a gradient."""
     if not torch.is_grad_enabled():
         raise DataError(
             "differentiable=True keeps a graph, but gradients are off (torch.no_grad(), torch.inference_mode()): call "
@@ -148,7 +149,8 @@ class CompositeNorms(TorchFunctionMode):
 
 
 def _reduced_dims(func: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
-    """The dimensions of the moments; empty if PyTorch uses fixed statistics, updates them, or raises an error."""
+    """The dimensions over which mean and variance are computed. Empty if PyTorch uses or updates running statistics, or
+    raises an error."""
     x: Tensor = arguments["input"]
     if "normalized_shape" in arguments:
         shape = tuple(arguments["normalized_shape"])
@@ -163,7 +165,7 @@ def _reduced_dims(func: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _normalised(arguments: dict[str, Any], dims: tuple[int, ...], per_channel: bool) -> Tensor:
-    """The normalised input. Moments are in at least float32, as in PyTorch's norms."""
+    """The normalised input. Mean and variance are computed in at least float32, as in PyTorch's norms."""
     x: Tensor = arguments["input"]
     weight, bias = (arguments.get(name) for name in ("weight", "bias"))
     if per_channel:

@@ -44,7 +44,7 @@ Splitter = Callable[[nn.Module, Any, str], "tuple[Any, Any] | None"]
 
 
 CONTAINERS: list[type[Container]] = []  # the registered classes, the latest first
-SPLITTERS: list[Splitter] = []  # of batches that are not pairs `(x, y)`
+SPLITTERS: list[Splitter] = []  # functions that split batches that are not pairs `(x, y)`
 
 
 class Container(ABC):
@@ -74,7 +74,8 @@ class Container(ABC):
 
     @classmethod
     def wrap(cls, network: nn.Module, x: Any, n_targets: int | None) -> Container | None:
-        """`x` in a container, or None if it is an input of another kind. The number of targets helps to decide."""
+        """`x` in a container, or None if this class is not the container for `x`. Some classes also look at the number
+        of targets."""
         return None
 
 
@@ -124,10 +125,10 @@ def whole_network(network: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, eq=False)
 class WholeInput(Container):
-    """Examples that are computed together: rows of the output of one input, which is never split."""
+    """Examples that are computed together: they are rows of the output for one input, and the input is never split."""
 
     x: Any
-    index: Tensor  # of the rows, on the CPU
+    index: Tensor  # the rows of the output that are the examples, on the CPU
 
     @property
     def size(self) -> int:
@@ -175,7 +176,8 @@ def map_tensors(x: Any, change: Change) -> Any:
 
 def arguments(network: nn.Module, x: Any) -> Arguments:
     """Positional arguments for a tuple or list, and keyword arguments for those entries of a mapping that `forward`
-    takes. A `forward` with one argument of another name gets the mapping, or its only entry."""
+    takes. A `forward` with a single argument that is no key of the mapping gets the whole mapping, or the value of its
+    only key."""
     if isinstance(x, Container):
         return x.arguments(network)
     if isinstance(x, Mapping):
@@ -320,9 +322,9 @@ def few(network: nn.Module, x: Any, count: int) -> Any:
 
 
 def batched(network: nn.Module, x: Any) -> list[bool]:
-    """Whether each leaf of `x` has a row per example. A tensor that all examples share may happen to have as many rows,
-    so the network is run, once for each form of input, to find out. All are False if examples cannot be taken out of
-    the batch."""
+    """Whether each leaf of `x` has a row per example. A tensor that all examples share may happen to have as many rows
+    as there are examples, so the network is run, once for each form of input, to find out. All leaves are False if
+    examples cannot be taken out of the batch."""
     leaves, spec = pytree.tree_flatten(x)
     size = batch_size(x)
     fits = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves]
@@ -337,8 +339,9 @@ def batched(network: nn.Module, x: Any) -> list[bool]:
 
 
 def _find_batched(network: nn.Module, x: Any, fits: list[bool]) -> list[bool]:
-    """Which of the leaves that fit must be split with the examples: all of them, all but one, or only the first one,
-    which defines the number of examples. Examples taken out of the batch must give the same outputs."""
+    """Which leaves must be split with the examples, among the leaves that have a row per example (`fits`): all of them,
+    all but one, or only the first one, which defines the number of examples. The right choice gives examples taken out
+    of the batch the same outputs as in the batch."""
     x, size = to_device(x, device_of(network)), batch_size(x)
     others = [i for i, fit in enumerate(fits) if fit][1:]
     rows = [size - 1, 0]
@@ -367,7 +370,7 @@ def map_batched(x: Any, has_batch: list[bool], change: Callable[[Tensor], Tensor
 
 def to_device(x: Any, device: torch.device) -> Any:
     """Move an input to a device. Inference-mode tensors are cloned for autograd."""
-    non_blocking = device.type not in ("cpu", "mps")  # as in Lightning: these may read a tensor before it has arrived
+    non_blocking = device.type not in ("cpu", "mps")  # as in Lightning: both may read a tensor before it is copied
 
     def move(leaf: Tensor) -> Tensor:
         leaf = leaf.to(device, non_blocking=non_blocking)
@@ -395,7 +398,7 @@ def nonfinite(x: Any, device: torch.device) -> Tensor:
 _CASTS = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
 
 
-_QUOTED = 120  # the most characters of PyTorch's message to quote
+_QUOTED = 120  # maximum number of characters to quote from PyTorch's message
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class Bar(Protocol):
     def close(self) -> Any: ...
 
 
-MakeBar = Callable[[str, "int | None"], Bar]  # from a description and the number of steps, if known
+MakeBar = Callable[[str, "int | None"], Bar]  # makes a bar from a description and the number of steps, if known
 _MAKE_BAR: ContextVar[MakeBar | None] = ContextVar("make_bar", default=None)
 
 

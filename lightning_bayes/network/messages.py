@@ -21,7 +21,7 @@ import warnings
 import torch.distributed as dist
 
 logger = logging.getLogger("lightning_bayes")
-if not logger.level:  # the program has not set it
+if not logger.level:  # the program has not set a level
     logger.setLevel(logging.INFO)
 _stderr = logging.StreamHandler()
 _stderr.addFilter(lambda record: not logging.root.handlers)

@@ -22,9 +22,11 @@ class Output:
     """How to read a network's return value. `options.Network` checks the user's values.
 
     Args:
-        key: The entry, attribute or index of `f`; None for a tensor, or for the entry `logits`.
+        key: The entry, attribute or index of the return value that is `f`. With None, `f` is the returned tensor or its
+            entry `logits`.
         class_dim: The class dimension; None means dimension 1.
-        together: Whether examples are rows of the output only, like the nodes of a graph, so an input cannot be split.
+        together: Whether only the output has a row per example, as for the nodes of a graph, so an input cannot be
+            split.
         squeeze: Whether a single output has an extra dimension, `[B, 1]`, that its target lacks.
         listed: Whether an input is a list with one entry per example.
     """
@@ -73,9 +75,9 @@ class Output:
     def with_targets(self, returned: Any, y: Tensor, classes: bool) -> Output:
         """Complete the options from the shape of the targets `y`.
 
-        Class labels determine the class dimension, if none is given. If two are possible, it is the last one for token
-        logits and the first one for plain tensors. Other targets determine whether a single output has one dimension
-        too many.
+        Class labels determine the class dimension, if none is given. If two dimensions are possible, token logits use
+        the last one and plain tensors use dimension 1. Targets that are not class labels determine whether a single
+        output has an extra dimension of size 1.
         """
         f = self.select(returned)
         # Compare all dimensions but the first: targets may exist for some rows only, as for the nodes of a graph.
@@ -145,7 +147,7 @@ class _OutputView(nn.Module):
 
 
 def _entry(returned: Any, key: str | int) -> Any:
-    """The value for a key, index or attribute, or None if it does not exist."""
+    """The value at a key, index or attribute of the network's return value, or None if there is no such value."""
     if isinstance(returned, Mapping) and key in returned:
         return returned[key]
     if isinstance(key, str):

@@ -38,10 +38,10 @@ def write_count(t: Tensor) -> int:
     return -1 if t.is_inference() else t._version
 
 
-# The bases of convolutions of any dimension, and of batch and instance norms.
+# The base classes of all convolutions, batch norms and instance norms.
 CHANNEL_LAYERS = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
-# Many tensors in one call, as in PyTorch's own optimizers.
+# Operations on a whole list of tensors in one call, as in PyTorch's own optimizers.
 foreach_add_, foreach_sub_, foreach_copy_ = torch._foreach_add_, torch._foreach_sub_, torch._foreach_copy_
 foreach_mul, foreach_mul_, foreach_div_ = torch._foreach_mul, torch._foreach_mul_, torch._foreach_div_
 

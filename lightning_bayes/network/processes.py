@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Processes:
-    """This process's rank among those that share the data; by default a single process. If some processes see the same
-    data because they share a layer, `group` contains the ones with different data."""
+    """This process's rank among the processes that share the data, and their number; by default a single process. If
+    some processes see the same data because they share a layer, `group` is the process group whose members see
+    different data."""
 
     rank: int = 0
     size: int = 1
@@ -56,8 +57,8 @@ class Processes:
 
     @contextmanager
     def raising_together(self) -> Iterator[None]:
-        """If one process fails, raise its error on all of them when the context ends; otherwise the others would wait
-        for it in their next sum. The context itself must not sum over processes."""
+        """If one process fails, raise its error on all of them when the context ends; otherwise the other processes
+        would wait for the failed one in their next sum. Code inside the context must not sum over processes."""
         error: Exception | None = None
         try:
             yield
@@ -147,8 +148,8 @@ def as_bits(t: Tensor) -> Tensor:
 
 
 def unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers in (0, 1). Float32 represents 23 bits plus one half exactly, and the half keeps an inverse CDF away from
-    0 and 1."""
+    """Numbers in (0, 1). Float32 represents 23 bits plus one half exactly, and the half keeps the numbers away from 0
+    and 1, where an inverse CDF is infinite."""
     return (_shift_right(bits, 41).to(dtype) + 0.5) / 2**23
 
 

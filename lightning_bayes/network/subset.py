@@ -49,12 +49,12 @@ class Subset:
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
-        """The modules that own the parameters, in order; a prior per layer has one number for each."""
+        """The modules that own the parameters, in order; a prior per layer has one number for each module."""
         return tuple(dict.fromkeys(layer_of(name) for name in self.names))
 
     @cached_property
     def layer_index(self) -> Tensor:
-        """The layer of each entry of the flat vector.  # [P]"""
+        """For each entry of the flat vector, the index of its layer in `layers`.  # [P]"""
         index = [self.layers.index(layer_of(name)) for name in self.names]
         sizes = [shape.numel() for shape in self.shapes]
         full = torch.repeat_interleave(torch.tensor(index, device="cpu"), torch.tensor(sizes, device="cpu"))
@@ -196,7 +196,7 @@ def parts(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A copy of each tensor. Small ones share one allocation per device and dtype."""
+    """A copy of each tensor. The copies of small tensors share one allocation per device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     copied = list(tensors)
     for index, t in enumerate(tensors):
