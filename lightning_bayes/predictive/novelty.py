@@ -11,7 +11,7 @@ training example, `ρ = tr(Σ_o H_oo) / (I N)`, so the score does not depend on 
 rank inputs similarly.
 
 Directions that no training example has used keep all their variance, as in NuSA (Cook et al. 2020) and ViM (Wang et al.
-2022); the others are scaled as in a Mahalanobis distance with normalised features.
+2022); the other directions are scaled as in a Mahalanobis distance with normalised features.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class NoveltyScore:
                 self._parts.append(self._last.novelty_of(_layer_inputs(layer, calls)))
 
     def outputs(self) -> Tensor | None:
-        """The network's outputs, from a forward pass that also gives the score; None for a posterior without one.
+        """The network's outputs, from a forward pass that also gives the score; None for a posterior without a score.
         # [B, ...]"""
         if isinstance(self._last, str):
             return None
@@ -189,7 +189,7 @@ def _inputs(network: nn.Module, last: LastLayer, x: Any) -> tuple[Tensor, Tensor
 
 
 def _layer_inputs(layer: LayerUse, calls: list[Call]) -> Tensor:
-    """With a one for the bias.  # [B, T, I]"""
+    """The layer's inputs, with a one for the bias if there is a bias.  # [B, T, I]"""
     a = layer.inputs(calls)
     assert a is not None  # the layer has a weight
     return a[0] if layer.bias is None else torch.cat([a[0], a.new_ones(*a.shape[1:3], 1)], -1)
