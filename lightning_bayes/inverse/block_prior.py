@@ -10,9 +10,9 @@ Weights are `θ ~ N(0, Σ)` with `Σ = Σ_d Σ_r w_dr B_dr`, where `d` counts th
 |              | of two weights falls with their distance `r` on the grid, `w_dr = s_d² exp(−r/ℓ_d)` |
 
 Filters of 3 × 3 have six distances, so six matrices `B_dr` (the pairs of weights at distance `r`) span all lengths `ℓ`.
-A quantity that is linear in `Σ`, such as a kernel `JΣJᵀ`, is the same weighted sum of its own matrices. They are
-computed once, and only the factors `w_dr` change. Weights outside such filters (biases, norms, 1 × 1 convolutions,
-linear layers) are independent.
+A quantity that is linear in `Σ`, such as a kernel `JΣJᵀ`, is a sum of fixed matrices with the same factors `w_dr`. The
+matrices are computed once. Weights outside such filters (biases, norms, 1 × 1 convolutions, linear layers) are
+independent.
 
 `ExpectedVariation` is the expected total variation of an image under a `BlockPrior`, and the prior over the lengths
 `ℓ_d` that follows from this expectation (TV-PredCP; Antorán et al. 2022, "A probabilistic deep image prior for
