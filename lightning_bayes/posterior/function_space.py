@@ -7,7 +7,7 @@ points, the outputs at `x*` are Gaussian with mean `f(x*; θ̃)` and covariance
 
 This form of eq. (15) allows a singular `Λ`, such as that of a softmax. With all training points and the full GGN it
 equals the covariance of the GLM predictive. To compensate for `M < N` points, the prior's precision is multiplied by
-`N/M`, as in the paper, which tunes a factor on it.
+`N/M`, as in the paper, which tunes a factor on this precision.
 
 Outputs are treated jointly, which costs `(C·M)³`, or independently with the diagonal of `Λ`, which costs `C·M³`.
 """

@@ -23,7 +23,7 @@ of the gradient. AdamW applies the decay separately from the gradient. Its stati
 which gives `δᵢ = N·wd·(√v̂ᵢ + ε)/c`. In the paper's form, `δ = wd`.
 
 A weight without a gradient (such as that of a ReLU unit that is never active) has `v̂ᵢ = 0`, and this formula would
-leave it with a prior of only `ε`. AdamW's step is then `−lr·wd·θ`, a step of plain gradient descent on the penalty
+give it a precision of only `N·wd·ε/c`. AdamW's step is then `−lr·wd·θ`, a step of plain gradient descent on the penalty
 `wd/2·θ²`, so the weight gets the prior that corresponds to this penalty, `N·wd/c`. A weight counts as dead if its
 `√v̂ᵢ + ε` is below a thousandth of the value at the mean of its parameter's `v̂`.
 

@@ -5,10 +5,10 @@ of the prior's variance is comparable. For the weights of the last layer, with t
 
     novelty(x) = tr(J Σ Jᵀ) / tr(J Σ₀ Jᵀ) = Σ_j ã_j² ρ/(μ_j + ρ) / ‖a‖²  ∈ [0, 1],        ã = Qᵀa,
 
-where `Q diag(μ) Qᵀ = Σ_o H_oo` is the layer's curvature summed over outputs: for a Kronecker block, and for every
-regression, a multiple of the second moments `Σₙ aaᵀ` of the training inputs. The prior is as strong as one average
-training example, `ρ = tr(Σ_o H_oo) / (I N)`, so the score does not depend on the posterior's prior, and weaker priors
-rank inputs similarly.
+where `Q diag(μ) Qᵀ = Σ_o H_oo` is the layer's curvature summed over outputs. For a Kronecker block, and for every
+regression, this sum is a multiple of the second moments `Σₙ aaᵀ` of the training inputs `a`. The prior is as strong as
+one average training example, `ρ = tr(Σ_o H_oo) / (I N)`, so the score does not depend on the posterior's prior, and
+weaker priors rank inputs similarly.
 
 Directions that no training example has used keep all their variance, as in NuSA (Cook et al. 2020) and ViM (Wang et al.
 2022); the other directions are scaled as in a Mahalanobis distance with normalised features.
@@ -157,7 +157,7 @@ def _make_last_layer(posterior: GaussianPosterior, structure: Structure, x: Any)
     ]  # the positions of [W b] in the posterior [O, I]
     for block in structure.parameter_blocks(subset):
         if not (block.places == rows[0, 0]).any():
-            continue  # without sorting
+            continue  # skip the block without sorting its places
         order = block.places.argsort()
         at = torch.searchsorted(block.places[order], rows).clamp(max=len(order) - 1)
         if (block.places[order][at] == rows).all():

@@ -47,7 +47,7 @@ from lightning_bayes.predictive.novelty import NoveltyScore, novelty_p
 from lightning_bayes.predictive.prediction import Prediction, TensorFields
 
 MANY = 64  # outputs per example above which the linearised network is sampled
-MANY_TOGETHER = 512  # the same for a batch that the network cannot split, over all examples
+MANY_TOGETHER = 512  # the same limit for all outputs of a batch that the network cannot split
 CHUNK = 2**21  # entries of the covariances of positions integrated at a time
 KEPT = 2**26  # bytes of draws kept in memory
 NEGLIGIBLE = 2.0**40  # a prior precision, exact in every dtype, that leaves only the plain network
