@@ -14,16 +14,18 @@ curvature `H` of the summed negative log-likelihood `L`,
 
 This is exact for a Gaussian likelihood and the full GGN, from any weights `θ̃`. For a softmax, `θ⋆` is one Newton step.
 A Kronecker or diagonal `H` is only an approximate Hessian: along the step `θ⋆ − θ̃` the quadratic model may predict a
-loss that no network can reach. The step then ends where the model's loss reaches its lower bound.
+loss that no network can reach. The step then ends where the loss of this model reaches the likelihood's lower bound.
 
-In the eigenbasis of `H` these are sums over eigenvalues, computed once. Each prior and noise then costs a few
-elementwise operations. In float64, an optimiser finds the same maximum on any number of processes.
+In the eigenbasis of `H`, both formulas are sums over eigenvalues, and the eigenvalues are computed once. Each prior and
+noise then costs a few elementwise operations. In float64, an optimiser finds the same maximum on any number of
+processes.
 
 `PriorGroups` stores which layers share a prior precision.
 
-The scale of weights before a normalisation is arbitrary, so a prior shared with other weights is meaningless there.
-With a separate precision for each such layer, predictions do not depend on the scale (tutorial, section 6,
-recommendation 2 and proposition 3): `log π(θ) ∝ λ' ‖θ'‖² + Σₙ λₙ ‖θₙ‖²`.
+The scale of a layer's weights before a normalisation is arbitrary, so these weights should not share a prior precision
+with other weights. With a separate precision for each such layer, predictions do not depend on the scale (tutorial,
+section 6, recommendation 2 and proposition 3): `log π(θ) ∝ λ' ‖θ'‖² + Σₙ λₙ ‖θₙ‖²`, where `θₙ` are the weights of one
+such layer and `θ'` all other weights.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Evidence:
     Args:
         posterior: provides the curvature and the sums over the data.
         at: "weights" or "optimum".
-        prior_shape: the shape of the prior precisions to call it with: `[]`, `[layers]` or `[P]`.
+        prior_shape: the shape of the `δ` that calls pass: `[]`, `[layers]` or `[P]`.
     """
 
     def __init__(self, posterior: LaplacePosterior, at: str = "weights", prior_shape: torch.Size | None = None) -> None:
@@ -66,12 +68,12 @@ class Evidence:
         vectors = [posterior.prior.distance(posterior.mean)]  # θ − m, and at the optimum also g
         if self._at_optimum:
             vectors.append(posterior.loss_gradient())
-        self._vectors = torch.stack([in_float64(v) for v in vectors])  # [k, P], or in the eigenbasis
+        self._vectors = torch.stack([in_float64(v) for v in vectors])  # [k, P], or coordinates in the eigenbasis
         self._basis = posterior.eigenbasis(prior_shape or torch.Size(), self._vectors if self._at_optimum else None)
         self._posterior = posterior if self._basis is not None else posterior.in_float64()
         if self._basis is not None and self._basis.vectors is not None:
             self._vectors = self._basis.vectors
-        elif self._basis is not None:  # a determinant does not need the zeros
+        elif self._basis is not None:  # zero eigenvalues do not contribute to the log-determinant, so drop them
             self._basis = self._basis.without_zeros()
 
     def __call__(self, δ: Tensor, ρ: Tensor | None = None) -> Tensor:
@@ -89,7 +91,7 @@ class Evidence:
 
     @cached_property
     def _unit_penalty(self) -> Tensor:
-        """`θᵀΛθ` for `δ = 1`; it is linear in one `δ`."""
+        """`θᵀΛθ` at `δ = 1`. If `δ` is a single number, `θᵀΛθ` is `δ` times this value."""
         θ = self._vectors[0]
         return (θ * self._posterior.prior_matrix(θ.new_ones(())).matmul(θ)).sum()
 
@@ -141,7 +143,8 @@ def step_length(slope: Tensor, bend: Tensor, room: Tensor) -> Tensor:
 
 def linear_gaussian_maximum(posterior: LaplacePosterior) -> tuple[float, float]:
     """Prior precision `δ` and noise factor `ρ` at the maximum of the exact evidence of a linear Gaussian model, with a
-    noise of at least the training error `s₀`. Without this bound it vanishes for networks that fit their data poorly.
+    noise of at least the training error `s₀`. Without this bound, the noise vanishes for networks that fit their data
+    poorly.
 
     Let `J` and the residuals be in units of the fitted noise, so that `JᵀJ = H`. With `JJᵀ = U diag(S) Uᵀ`,
     `ỹ = y − f + J(θ̃ − m)`, `b = Uᵀỹ`, `t = δρ²` and `n` outputs, the best noise for each `t` is known, and one search
@@ -171,7 +174,7 @@ def linear_gaussian_maximum(posterior: LaplacePosterior) -> tuple[float, float]:
     counts = basis.counts.expand_as(basis.values)[kept]
 
     def profile(log_t: Tensor) -> tuple[Tensor, Tensor]:
-        """The evidence, up to a constant, and `ρ²`.  # [k] -> [k], [k]"""
+        """The evidence (up to a constant) and `ρ²` at each `log t`.  # [k] -> [k], [k]"""
         t = log_t.exp().unsqueeze(1)
         q = (t * b2 / (S + t)).sum(1) + outside
         ρ2 = torch.maximum(q, error) / n

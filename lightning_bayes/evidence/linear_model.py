@@ -36,7 +36,7 @@ from lightning_bayes.posterior.jacobian_factors import HELD, factors, places
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import Structure
 
-Product = Callable[[Tensor], Tensor]  # rows V -> rows VA  # [..., n]
+Product = Callable[[Tensor], Tensor]  # V -> VA: multiplies each row of V by the symmetric matrix A  # [..., n]
 
 
 def conjugate_gradients(
@@ -44,8 +44,8 @@ def conjugate_gradients(
 ) -> Tensor:
     """`A⁻¹b` for each row `b`, with at most `products` products.
 
-    A row is solved when its residual is `tolerance` times the first one, in the norm of the preconditioner `M⁻¹`, which
-    is the identity by default.  # [..., n]
+    A row is solved when its residual is at most `tolerance` times the initial residual. Residuals are measured in the
+    norm of the preconditioner `M⁻¹`, by default the identity.  # [..., n]
     """
     X, R = torch.zeros_like(B), B
     Z = R if precondition is None else precondition(R)
@@ -105,8 +105,8 @@ class LinearModel:
         return current, residual
 
     def step(self, posterior: LaplacePosterior, tolerance: float, passes: int) -> LaplacePosterior | None:
-        """One Newton step that decreases the loss, with its equation solved to `tolerance`; None if no step does. It
-        takes at least two and at most `passes` passes."""
+        """One Newton step that decreases the loss, with its equation solved to `tolerance`; None if no step length
+        decreases the loss. The step takes at least two and at most `passes` passes."""
         Λ, T, last = posterior.prior_matrix(), posterior.temperature, self.passes + passes
 
         def hessian(v: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class LinearModel:
         return self.pulled(posterior, cotangent)
 
     def pulled(self, posterior: LaplacePosterior, cotangent: Callable[[Batch], Tensor]) -> Tensor:
-        """`Σₙ Jₙᵀuₙ` with the `uₙ` of each batch.  # [B, ...] -> [P]"""
+        """`Σₙ Jₙᵀuₙ`, where `cotangent` computes the `uₙ` of a batch.  # [B, ...] -> [P]"""
         sums = torch.zeros_like(posterior.mean)
         with self._processes.raising_together():
             for batch in self._batches(posterior):
@@ -168,8 +168,8 @@ class LinearModel:
         return sums
 
     def refitted(self, posterior: LaplacePosterior, root_at: FisherRoot | None = None) -> LaplacePosterior:
-        """Recompute the curvature `Σₙ JₙᵀΛ(h(θ, xₙ))Jₙ` at these weights of the linear model, in one pass with a column
-        for each output. `root_at` returns a different root of the output Fisher."""
+        """Recompute the curvature `Σₙ JₙᵀΛ(h(θ, xₙ))Jₙ` at the posterior's mean `θ`, in one pass over the data. By
+        default `Λ` is the output Fisher at the linear model's outputs; `root_at` returns a root of another one."""
         self.passes += 1
         H = _curvature_at(posterior, self._loader, root_at)
         self._on_pass()
@@ -186,12 +186,12 @@ class LinearModel:
 
     def _read(self, posterior: LaplacePosterior) -> Iterator[Batch]:
         """Yield the batches of the loader, and keep them if their Jacobians are small."""
-        rows = posterior.curvature.n_outputs  # 0 if they have not been counted yet
+        rows = posterior.curvature.n_outputs  # 0 if the outputs have not been counted yet
         is_small = 0 < rows * posterior.subset.size * posterior.mean.element_size() <= HELD
         start, batches = 0, list[Batch]()
         for batch in self._loader:
             x, y = inputs.to_device(inputs.split_targets(posterior.network, batch), posterior.device)
-            # The factors of a whole input take a backward pass for each example, its products one for all.
+            # For a whole input, the factors take a backward pass per example, but a product takes one for all examples.
             is_small = is_small and not isinstance(x, inputs.WholeInput)
             with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
                 of_batch = (KeptBatch if is_small else NetworkBatch)(posterior, x, y, start)
@@ -311,7 +311,8 @@ def _shorter(change: float, slope: float, end_slope: float) -> float:
 
 
 def _hessian_product(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
-    """`−∂² log p(y | f)/∂f² u`, the derivative of the residual; the matrix is symmetric.  # [B, ...]"""
+    """`−∂² log p(y | f)/∂f² u`: minus a vector-Jacobian product of the residual `∂ log p(y | f)/∂f`, because the matrix
+    is symmetric.  # [B, ...]"""
     change: Tensor = vjp(lambda f: likelihood.residual(f, y), f)[1](u)[0]
     return -change
 

@@ -12,7 +12,7 @@ generalised linear model, so its posterior is well defined for any `θ̃`:
       Σₙ JₙᵀE[r(yₙ; fₙ)] = δm,        Σ⁻¹ = Σₙ JₙᵀE[Λ(fₙ)]Jₙ + diag(δ).
 
   Rounds alternate between Newton steps of `m` for a fixed `Σ` and a damped step of `Σ`, in the smaller of two spaces
-  (see `whitened_model`). For a diagonal `Σ` only the diagonal of its inverse is matched.
+  (see `whitened_model`). For a diagonal `Σ`, the second equation holds only for the diagonals of its two sides.
 
 The network keeps its weights `θ̃`. Predictions are those of `h`, with the mean `f(x) + J(x)(m − θ̃)`.
 """
@@ -50,9 +50,9 @@ from lightning_bayes.posterior.laplace import LaplacePosterior
 METHODS = ("laplace", "variational")
 VARIATIONAL = ("full", "diag")  # structures
 _ROUNDS = 100
-_MEAN_STEPS = 8  # per round
+_MEAN_STEPS = 8  # largest number of Newton steps of the mean per round
 _SHORTEST, _SHORTEST_ROUND = 1e-3, 0.1  # shortest steps of the mean, and of `W`
-_LARGE_GAIN = 1e-2  # a gain of the bound that is worth a warning
+_LARGE_GAIN = 1e-2  # warn if the last round gained more than this share of the lower bound
 
 
 @implements("refine")
@@ -82,7 +82,7 @@ def refine(
         batches = [inputs.split_targets(posterior.network, batch) for batch in loader]
     if not batches:
         raise DataError("the loader is empty: refinement needs the training data")
-    # A Gaussian's Fisher does not depend on its outputs, so its variational posterior is exact.
+    # The Fisher of a Gaussian likelihood does not depend on the outputs, so both methods give the same posterior.
     if method == "laplace" or posterior.likelihood.noise_std is not None:
         return _laplace(posterior, batches, passes, tolerance, progress)
     return _variational(posterior, batches, tolerance, samples, seed, progress)
@@ -161,7 +161,7 @@ class Refined:
     """A Gaussian over the whitened weights, with the lower bound and the gain of the last successful round."""
 
     mean: Mean
-    W: Tensor  # of its precision [N, C, C]
+    W: Tensor  # of the precision `I + Σₙ J̃ₙᵀWₙJ̃ₙ` [N, C, C]
     gaussian: WhitenedGaussian
     bound: float
     fisher: Tensor  # E[Λ] [N, C, C]
@@ -209,7 +209,7 @@ def _with_best_mean(
     solver: WhitenedGaussian,
     tolerance: float,
 ) -> Refined:
-    """The lower bound's best mean for this covariance."""
+    """The Gaussian with this covariance, and the mean that maximises the lower bound."""
     root, divergence = symmetric_root(gaussian.covariance(model.train)), gaussian.divergence
 
     def bound_at(mean: Mean) -> tuple[float, Tensor]:

@@ -14,14 +14,14 @@
 `ascend` takes a few steps during training (Immer et al. 2021; tutorial, section 4): Adam in
 `η = (log δ₁, …, log δ_L, log σ)`, `η ← η + Adam(∇_η log p(D | η) / N)`.
 
-All these methods use the curvature from one pass over the data. In its eigenbasis a prior only adds to the eigenvalues,
-so a step needs neither data nor a decomposition.
+All these methods use the curvature from one pass over the data. In the curvature's eigenbasis a prior only adds to the
+eigenvalues, so a step needs neither data nor a decomposition.
 
 `iterated` tunes the prior by the evidence of the linearised network at its optimum (Antorán et al. 2022; tutorial,
 section 6).
 
 The weights `θ̃` of a modern network are not a mode of its loss, but the network linearised there, `h(θ) = f + J(θ − θ̃)`,
-has a mode for every prior `Λ`. The search alternates between the two:
+has a mode for every prior `Λ`. The search alternates between the mode and the prior:
 
     θ⋆ = argmin_θ −Σₙ log p(yₙ | h(θ, xₙ)) + ½ θᵀΛθ                 by Newton's method, see `linear_model`,
     Λ  = argmax_Λ −½ (θ⋆ᵀΛθ⋆ + log det(Λ⁻¹H + I))                   by MacKay's fixed point, see `tuning`.
@@ -123,7 +123,7 @@ class _Search:
         groups: the layers that share a prior.
         noise: whether to change the noise of a Gaussian likelihood.
         at: where the evidence is taken, "weights" or "optimum".
-        noise_at: the same for the noise, by default `at`.
+        noise_at: where the evidence for the noise is taken, by default `at`.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class _Search:
 
     @torch.no_grad()
     def result(self) -> tuple[LaplacePosterior, Tensor]:
-        """The posterior with these values, and `ρ`."""
+        """The posterior with the current prior and noise, and `ρ`."""
         δ, ρ = self._values()
         posterior = self._posterior if self._σ is None else self._posterior.with_noise(self._σ * ρ)
         return posterior.with_prior(δ), ρ
@@ -198,9 +198,9 @@ def ascend(
 ) -> LaplacePosterior:
     """Take `steps` of Adam on the evidence, in the priors of the layers and, if `noise`, in a Gaussian's noise.
 
-    With `at="optimum"` the linear model's optimum chooses only the priors, because weights in training are far from it.
-    The noise is always that of the network's residuals: with an approximate curvature, the linear model expects a fit
-    with almost no noise.
+    With `at="optimum"` the evidence at the linear model's optimum chooses only the priors, because weights in training
+    are far from this optimum. The noise is always that of the network's residuals: with an approximate curvature, the
+    linear model expects a fit with almost no noise.
     """
     search = _Search(posterior, PriorGroups.of(posterior, "layers"), noise, at, noise_at="weights")
     optimizer = torch.optim.Adam(search.variables, lr)
@@ -214,16 +214,17 @@ def ascend(
 def linear(
     posterior: LaplacePosterior, groups: str | None = None, noise: bool = True, steps: int = 100
 ) -> LaplacePosterior:
-    """Maximise the evidence at the linear model's optimum. It need not be concave where the step to the optimum is
-    shortened, so the search starts from the best prior (and noise) of a grid."""
+    """Maximise the evidence at the linear model's optimum. This evidence need not be concave where the step to the
+    optimum is shortened, so the search starts from the best prior (and noise) of a grid."""
     best = _best_of_grid(posterior, noise and posterior.likelihood.tunable_noise is not None)
     return marglik(best, groups, noise, steps, "optimum")
 
 
 @torch.no_grad()
 def _best_of_grid(posterior: LaplacePosterior, noise: bool) -> LaplacePosterior:
-    """The best evidence at the linear model's optimum. If several are equal, for example because the training loss
-    rounds to zero, take the strongest prior, which changes the network least."""
+    """The posterior with the prior (and noise) of a grid that has the largest evidence at the linear model's optimum.
+    If several priors have the same evidence, for example because the training loss rounds to zero, take the strongest
+    prior, which changes the network least."""
     evidence = Evidence(posterior, "optimum")
     like = in_float64(posterior.mean[:1])
     priors = torch.logspace(-4, 6, 21, dtype=like.dtype, device=like.device)
@@ -303,7 +304,7 @@ def fixed_point(
 
 
 def _squares(posterior: LaplacePosterior, groups: PriorGroups) -> Tensor:
-    """`‖θ_l − m_l‖²` of each group, or `(θ − m)ᵀP₀(θ − m)`."""
+    """`‖θ_l − m_l‖²` of each group, or `(θ − m)ᵀP₀(θ − m)` if the prior is another posterior."""
     d = posterior.prior.distance(posterior.mean)
     if posterior.prior.precision is not None:
         return in_float64(d * posterior.prior.precision.matmul(d)).sum()
@@ -311,19 +312,20 @@ def _squares(posterior: LaplacePosterior, groups: PriorGroups) -> Tensor:
 
 
 def _noise_step(posterior: LaplacePosterior, γ: float) -> tuple[float, float]:
-    """The change of `log β`, and twice the slope of the evidence in it. MacKay's formula overshoots if its numerator
-    falls too fast, as for few data relative to `γ`; a Newton step then replaces it."""
+    """The change of `log β`, and twice the slope of the evidence in `log β`. MacKay's formula overshoots if its
+    numerator (`rest`) falls too fast, as for few data relative to `γ`; a Newton step then replaces the formula."""
     n, error = posterior.curvature.n_outputs, float(posterior.squared_error)  # error = β Σ‖y − f‖²
     T, k = posterior.temperature, -0.5 * posterior.noise_power  # H ∝ β^k
     rest = n - k * T * γ
     slope = (rest - error) / T
-    # An upper bound on how fast the rest falls with log β: dγ/d log β = k Σ λδ/(λ + δ)².
+    # An upper bound on how fast `rest` falls with log β: dγ/d log β = k Σ λδ/(λ + δ)².
     bend = k * k * T * min(γ, posterior.subset.size - γ)
     return (math.log(rest / error) if rest > bend else (rest - error) / (error + bend)), slope
 
 
 def warn_at_bound(posterior: LaplacePosterior, ρ: Tensor | None = None) -> None:
-    """Warn if a prior precision, or the change `ρ` of the noise, is at its bound: the evidence has no maximum in it."""
+    """Warn if a prior precision, or the change `ρ` of the noise, is at its bound, because the evidence then has no
+    maximum in that variable."""
     δ = posterior.prior_precision
     names = posterior.subset.layers if δ.ndim else ("all layers",)
     remedy = "choose it yourself with with_prior, or on validation data with tune_prior('grid')"
@@ -356,7 +358,7 @@ def _noise_std(posterior: LaplacePosterior) -> Tensor | None:
 
 
 def _initial_prior(posterior: LaplacePosterior, groups: PriorGroups) -> Tensor:
-    """The posterior's prior as one per group, by the geometric mean within a group; in float64."""
+    """One prior precision per group, the geometric mean of the posterior's precisions in that group, in float64."""
     log_δ = per_parameter(in_float64(posterior.prior_precision), posterior.subset)
     log_δ = log_δ.log().expand(posterior.subset.size)
     sizes = groups.pool(per_layer_sums(torch.ones_like(log_δ), posterior.subset))
@@ -366,7 +368,7 @@ def _initial_prior(posterior: LaplacePosterior, groups: PriorGroups) -> Tensor:
 _FIXED_POINT_STEPS = 1000
 _LARGEST_JUMP = 1.0  # largest change of a logarithm in an extrapolation
 _NEAR = 0.1  # the relative gradient below which to extrapolate
-_LARGE_GRADIENT = 0.1  # a gradient that is worth a warning
+_LARGE_GRADIENT = 0.1  # the relative gradient above which to warn
 
 
 def iterated(
@@ -426,7 +428,7 @@ def _check_arguments(posterior: LaplacePosterior, loader: Any, fisher: str, proc
 def _tuned(
     posterior: LaplacePosterior, groups: PriorGroups, noise: bool, tolerance: float
 ) -> tuple[LaplacePosterior, float]:
-    """Prior and noise for these weights, and the change of their logarithms."""
+    """The posterior with prior and noise tuned at its mean, and the largest change of their logarithms."""
     tuned, _ = fixed_point(posterior, groups, noise, _FIXED_POINT_STEPS, 0.1 * tolerance)
     if tuned.prior_precision.shape != posterior.prior_precision.shape:  # in the first round
         return tuned, math.inf
@@ -451,7 +453,7 @@ class _Anderson:
         Δv, Δf = (torch.stack([b - a for a, b in pairwise(values)], 1) for values in (self._v, self._f))
         weights = torch.linalg.lstsq(Δf.cpu(), (g - v).cpu().unsqueeze(1), driver="gelsd").solution.to(v)
         f = g - v
-        # Extend the round's step, which goes uphill: at most halfway back, and at most ten times as far.
+        # Extrapolate along the round's step, which goes uphill: to at least half and at most ten times its length.
         extension = (-((Δv + Δf) @ weights).squeeze(1) * f.sign()).clamp(min=-0.5 * f.abs(), max=9 * f.abs())
         factors = (f.sign() * extension.clamp(max=_LARGEST_JUMP)).exp()
         if after.likelihood.tunable_noise is not None:

@@ -31,7 +31,7 @@ from lightning_bayes.posterior.jacobian_factors import Factors, KeptFactors, Row
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import Diagonal, Layout
 
-LARGEST_SIDE = 2**13  # largest side of a dense matrix that is not required
+LARGEST_SIDE = 2**13  # largest side of a dense matrix, unless structure='full' requires a larger one
 _FORCING, _PRODUCTS = 1e-3, 200  # conjugate gradients: the tolerance, and the maximum number of products
 _DRAWN = 2**22  # entries of the output Fisher of all draws, per chunk
 
@@ -73,7 +73,7 @@ class WhitenedRows:
 
     @cached_property
     def _times_root(self) -> list[tuple[slice, Factors]]:
-        """`JΛ^(−½)`, of all layers together."""
+        """Chunks of `JΛ^(−½)`, with all layers in one matrix, because a dense `Λ^(−½)` mixes the layers."""
         parts, whole = [], Layout.vector([(0, len(self.root))])
         for rows, part in self._scaled():
             J = self.root.new_zeros(part.n_outputs, len(part.f), len(self.root))
@@ -130,7 +130,7 @@ class WhitenedRows:
         return total
 
     def covariance(self, Σ: Tensor, of: WhitenedRows) -> Tensor:
-        """`J̃ₙΣJ̃ₙᵀ`, with the weights in the order of the rows `of`.  # [p, p] -> [N, C, C]"""
+        """`J̃ₙΣJ̃ₙᵀ`, where the weights of `Σ` are in the order `of.order`.  # [p, p] -> [N, C, C]"""
         slices, parts = of._slices, []
         for _, part in self.parts():
             layers, total = list(part.layers.items()), own_kernel(part, independent=False)
@@ -143,7 +143,7 @@ class WhitenedRows:
         return torch.cat(parts)
 
     def diagonal_covariance(self, variances: Tensor) -> Tensor:
-        """`J̃ₙΣJ̃ₙᵀ` of a diagonal matrix.  # [P] -> [N, C, C]"""
+        """`J̃ₙΣJ̃ₙᵀ` for a diagonal `Σ`.  # [P] -> [N, C, C]"""
         parts = []
         for _, part in self.parts():
             terms = [layer.diagonal_covariance(variances[self._places[at]]) for at, layer in part.layers.items()]
@@ -202,7 +202,8 @@ class WhitenedModel:
         return n < P and (n <= LARGEST_SIDE or self.posterior.curvature.structure.word == "full")
 
     def gaussian(self, W: Tensor) -> WhitenedGaussian:
-        """The Gaussian with precision `I + Σₙ J̃ₙᵀWₙJ̃ₙ`, or with its diagonal if both sides are too large."""
+        """The Gaussian with precision `I + Σₙ J̃ₙᵀWₙJ̃ₙ`, or with only the diagonal of this precision if there are too
+        many outputs and weights for a dense matrix."""
         if self._K is not None:
             return FunctionSpace(self.train, W, self._K)
         if self.sides[1] <= LARGEST_SIDE or self.posterior.curvature.structure.word == "full":
@@ -239,13 +240,13 @@ class WhitenedModel:
         return self.fisher(f, f.new_zeros(*f.shape, f.shape[1]), f.new_zeros(1, f.shape[1]))
 
     def fit(self, h: Tensor, root: Tensor, points: Tensor) -> tuple[float, Tensor]:
-        """`Σₙ E[log p(yₙ | fₙ)]` and `E[r]` of outputs with this mean and root, over the standard normal points
-        `[S, C]`.  # [], [N, C]"""
+        """`Σₙ E[log p(yₙ | fₙ)]` and `E[r]` for Gaussian outputs with the mean `h` and this root of the covariance,
+        averaged over the standard normal `points` `[S, C]`.  # [], [N, C]"""
         draws, T = list(self._draws(h, root, points)), self.posterior.temperature
         return sum(some.fit() for some in draws) / T, torch.cat([some.residual() for some in draws]) / T
 
     def fisher(self, h: Tensor, root: Tensor, points: Tensor) -> Tensor:
-        """`E[Λ]`, over the same points.  # [N, C, C]"""
+        """`E[Λ]` for the same outputs as in `fit`.  # [N, C, C]"""
         return torch.cat([some.fisher() for some in self._draws(h, root, points)]) / self.posterior.temperature
 
     def _draws(self, h: Tensor, root: Tensor, points: Tensor) -> Iterator[Draws]:
@@ -377,7 +378,7 @@ class WeightSpace(WhitenedGaussian):
         return self._of_train if rows is self._train else rows.covariance(self._Σ, self._train)
 
     def solve(self, r: Tensor, mean: Mean) -> Tensor:
-        """`w = P⁻¹J̃ᵀb` is `J̃ᵀ(b − WJ̃w)`."""
+        """`w = P⁻¹J̃ᵀb` is `J̃ᵀ(b − WJ̃w)`, so `α = b − WJ̃w`."""
         b = r + per_example(mean.u, self._W)
         w = torch.zeros_like(self._train.start)
         g = self._train.pull(b)[self._train.order]
@@ -432,7 +433,8 @@ def _blocks_times(S: Tensor, K: Tensor) -> Tensor:
 
 
 def _columns(W: Tensor) -> Tensor:
-    """A root of `W` without the columns that are zero everywhere; for a softmax, `W1 = 0`.  # [N, C, C] -> [N, C, R]"""
+    """A root of `W` without the columns that are zero for all examples. A softmax has such a column, because `W1 = 0`.
+    # [N, C, C] -> [N, C, R]"""
     if W.shape[-1] == 1:
         return W.clamp_min(0).sqrt()
     values, vectors = torch.linalg.eigh(W)

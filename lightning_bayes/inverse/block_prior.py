@@ -10,11 +10,13 @@ Weights are `θ ~ N(0, Σ)` with `Σ = Σ_d Σ_r w_dr B_dr`, where `d` counts th
 |              | of two weights falls with their distance `r` on the grid, `w_dr = s_d² exp(−r/ℓ_d)` |
 
 Filters of 3 × 3 have six distances, so six matrices `B_dr` (the pairs of weights at distance `r`) span all lengths `ℓ`.
-Anything linear in `Σ`, such as a kernel `JΣJᵀ`, is the same sum of matrices that are computed once. Other weights
-(biases, norms, 1 × 1 convolutions, linear layers) are independent.
+A quantity that is linear in `Σ`, such as a kernel `JΣJᵀ`, is a sum of fixed matrices with the same factors `w_dr`. The
+matrices are computed once. Weights outside such filters (biases, norms, 1 × 1 convolutions, linear layers) are
+independent.
 
-`ExpectedVariation` is the expected total variation of an image under such a prior, and the prior over its lengths
-(TV-PredCP; Antorán et al. 2022, "A probabilistic deep image prior for computational tomography"; tutorial, section 7).
+`ExpectedVariation` is the expected total variation of an image under a `BlockPrior`, and the prior over the lengths
+`ℓ_d` that follows from this expectation (TV-PredCP; Antorán et al. 2022, "A probabilistic deep image prior for
+computational tomography"; tutorial, section 7).
 With block `d` of the weights random and all others at `θ̃`, the image of the linearised network is Gaussian, and so is
 the difference `Δₑ ~ N(μₑ, vₑ)` of two neighbouring pixels. The mean of its absolute value is that of a folded normal:
 
@@ -102,7 +104,8 @@ class BlockPrior:
             places = torch.cartesian_prod(
                 *(torch.arange(n, dtype=torch.float64, device="cpu") for n in kernel)
             ).reshape(-1, len(kernel))
-            distances[kernel] = (places.unsqueeze(1) - places).square().sum(2).sqrt()  # exact, so equality is safe
+            # These are square roots of exact integers, so equal distances are equal numbers.
+            distances[kernel] = (places.unsqueeze(1) - places).square().sum(2).sqrt()
         return distances
 
     @cached_property
@@ -133,7 +136,7 @@ class BlockPrior:
         return torch.stack([s2[d] if r == 0 else s2[d] * (-r / lengths[d]).exp() for d, r in self.terms])
 
     def inner(self, term: int, U: Tensor, V: Tensor) -> Tensor:
-        """`U B_dr Vᵀ` for rows.  # [k, P], [l, P] -> [k, l]"""
+        """`uᵀB_dr v` for each row `u` of `U` and `v` of `V`.  # [k, P], [l, P] -> [k, l]"""
         total = U.new_zeros(len(U), len(V))
         for s, Bv in self._products(term, V):
             total += U[:, s.start : s.stop] @ Bv.mT
@@ -155,7 +158,7 @@ class BlockPrior:
                 yield s, v if r == 0 else self._by_filter(v, s, (self.distances[s.kernel] == r).to(v))
 
     def covariance_times(self, V: Tensor, φ: Tensor) -> Tensor:
-        """`ΣV` for rows, differentiable in `φ`.  # [k, P]"""
+        """`Σv` for each row `v` of `V`, differentiable in `φ`.  # [k, P]"""
         return self._times(V, lambda s: self._filter_covariance(s, φ))
 
     def root_times(self, E: Tensor, φ: Tensor) -> Tensor:
@@ -233,8 +236,8 @@ class ExpectedVariation:
 
     @staticmethod
     def of(products: FixedJacobian, prior: BlockPrior, θ: Tensor) -> ExpectedVariation:
-        """Linearise around the weights `θ̃`, with one backward pass for each pair of neighbours and one forward pass
-        for each block."""
+        """Linearise around the weights `θ̃`, with one backward pass for each pair of neighbouring pixels and one forward
+        pass for each block."""
         if len(products.shape) < 4:
             raise PosteriorError(
                 f"the total variation needs images [1, C, H, W], but the network returns {list(products.shape)}: "
@@ -279,7 +282,7 @@ class ExpectedVariation:
 
 
 def differences(image: Tensor) -> Tensor:
-    """Differences of neighbours in each direction, in the order of `_pairs`.  # [B, C, H, W, ...] -> [edges]"""
+    """Differences of neighbouring pixels, in the order of `_pairs`.  # [B, C, H, W, ...] -> [edges]"""
     return torch.cat([image.diff(dim=dim).reshape(-1) for dim in range(2, image.ndim)])
 
 
@@ -289,7 +292,7 @@ def total_variation(image: Tensor) -> Tensor:
 
 
 def _pairs(shape: torch.Size) -> Tensor:
-    """Positions of neighbours in the flat image.  # [edges, 2]"""
+    """The two positions of each pair of neighbouring pixels in the flat image.  # [edges, 2]"""
     place = torch.arange(shape.numel(), device="cpu").reshape(shape)
     pairs = []
     for dim in range(2, len(shape)):

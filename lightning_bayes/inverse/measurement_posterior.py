@@ -17,7 +17,7 @@ For many measurements, the log density `log N(r; 0, S)` is computed from product
 
 Conjugate gradients give `S⁻¹r`. Stochastic Lanczos quadrature gives `log det S = tr log S`, the mean of `zᵀ log(S) z`
 over random signs `z`: a few Lanczos steps from `z` give a tridiagonal `T` with `zᵀ log(S) z ≈ ‖z‖² e₁ᵀ log(T) e₁`. The
-gradient in the parameters of `S` has an unbiased estimate from the same vectors,
+gradient in the parameters of `S` has an unbiased estimate from the same random signs,
 
     ∂ log N = ½ aᵀ ∂S a − ½ E[uᵀ ∂S z],        a = S⁻¹r,  u = S⁻¹z.
 """
@@ -45,7 +45,7 @@ from lightning_bayes.network.messages import warn
 from lightning_bayes.network.subset import resolve_subset
 from lightning_bayes.posterior.gaussian import PosteriorError
 
-_LARGE_RESIDUAL = 1e-2  # worth a warning
+_LARGE_RESIDUAL = 1e-2  # the relative residual above which to warn
 
 
 def random_signs(count: int, n: int, seed: int, like: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def log_density(product: Product, r: Tensor, Z: Tensor, solved: Tensor, steps: i
 
 
 def log_determinant(product: Product, Z: Tensor, steps: int) -> Tensor:
-    """The mean of `zᵀ log(S) z`."""
+    """`log det S`, estimated by the mean of `zᵀ log(S) z` over the random signs `Z`."""
     α, β = _lanczos(product, Z, min(steps, Z.shape[1]))  # [k, m], [k, m - 1]
     T = torch.diag_embed(α) + torch.diag_embed(β, 1) + torch.diag_embed(β, -1)
     values, vectors = torch.linalg.eigh(T)
@@ -98,7 +98,7 @@ def _lanczos(product: Product, Z: Tensor, steps: int) -> tuple[Tensor, Tensor]:
 PRIORS = ("gaussian", "ard", "filters", "tv")
 MEANS = ("network", "linear")
 _ROWS = 2**26  # numbers in a chunk of rows of AJ
-_MOST = 2**33  # bytes of kernels
+_MOST = 2**33  # largest size of all kernels together, in bytes
 _PROBES, _LANCZOS_STEPS = 16, 60
 
 
@@ -124,8 +124,9 @@ def fit_measurements(
         x: One input, with a batch dimension of one.
         y: Measurements `[1, d_y]` or `[d_y]`.
         likelihood: `LinearMeasurement(A, noise_std)`.
-        prior: "gaussian" (one variance for all weights), "ard" (one per block), "filters" (and a length within the
-            filters of each block), or "tv" (the same, with a prior that makes a small total variation likely).
+        prior: "gaussian" (one variance for all weights), "ard" (one variance per block), "filters" (one variance and
+            one length per block, for the weights within its filters), or "tv" (like "filters", with a prior over the
+            lengths that makes a small total variation likely).
         blocks: The parameters or modules of each block, by name; by default each child of the network is a block.
         mean: The mean image: the output of the "network", or that of the "linear" model.
         variance: The initial variance; by default the mean square of the weights.
@@ -314,11 +315,11 @@ class MeasurementPosterior:
         return torch.cat([self._back_projected(_unit_rows(part, len(ids))) for part in ids.split(self._chunk)])
 
     def _back_projected(self, B: Tensor) -> Tensor:
-        """`JΣJᵀAᵀb` for rows.  # [k, d_y] -> [k, d_x]"""
+        """`JΣJᵀAᵀb` for each row `b` of `B`.  # [k, d_y] -> [k, d_x]"""
         return self._pushed(_pull_measurements(self.products, self.likelihood, B))
 
     def _pushed(self, V: Tensor) -> Tensor:
-        """`JΣv` for rows.  # [k, P] -> [k, d_x]"""
+        """`JΣv` for each row `v` of `V`.  # [k, P] -> [k, d_x]"""
         return self.products.push(self.prior.covariance_times(V, self.φ)).flatten(1).cpu().double()
 
     @property
@@ -327,7 +328,7 @@ class MeasurementPosterior:
 
     @cached_property
     def _S(self) -> Tensor:
-        """# the Cholesky factor [d_y, d_y]"""
+        """The Cholesky factor of `S`.  # [d_y, d_y]"""
         return self._root(self.φ, torch.tensor(self.noise_std, dtype=torch.float64, device="cpu"))
 
     def _root(self, φ: Tensor, σ: Tensor) -> Tensor:
@@ -343,13 +344,13 @@ class MeasurementPosterior:
         return root
 
     def _solve(self, B: Tensor) -> Tensor:
-        """`S⁻¹b` for rows.  # [k, d_y]"""
+        """`S⁻¹b` for each row `b` of `B`.  # [k, d_y]"""
         if self.kernel is not None:
             return torch.cholesky_solve(B.mT, self._S).mT
         return solve(self._product(self.φ, self.noise_std), B)
 
     def _product(self, φ: Tensor, σ: float) -> Product:
-        """`Sv` for rows."""
+        """The function that maps rows `v` to `Sv`."""
 
         def product(V: Tensor) -> Tensor:
             pulled = _pull_measurements(self.products, self.likelihood, V)
@@ -359,7 +360,7 @@ class MeasurementPosterior:
         return product
 
     def _estimated_evidence(self, φ: Tensor, σ: Tensor, seed: int) -> Tensor:
-        """The value by Lanczos quadrature, plus a surrogate of value zero that has its gradient."""
+        """The evidence by Lanczos quadrature, plus a term of value zero that has the gradient of the evidence."""
         r = self.residual
         Z = random_signs(_PROBES, len(r), seed, r)
         with torch.no_grad():
@@ -386,8 +387,8 @@ class MeasurementPosterior:
 def _kernel(
     products: FixedJacobian, likelihood: LinearMeasurement, prior: BlockPrior, d_y: int, progress: bool
 ) -> Tensor:
-    """`AJ B_dr JᵀAᵀ` for each term, from chunks of rows of `AJ`. If there are several chunks, all but one of each pair
-    are recomputed.  # [terms, d_y, d_y]"""
+    """`AJ B_dr JᵀAᵀ` for each term, from pairs of chunks of rows of `AJ`. To save memory, the second chunk of each pair
+    is recomputed.  # [terms, d_y, d_y]"""
     size = 8 * len(prior.terms) * d_y**2
     if size > _MOST:
         raise PosteriorError(
@@ -429,5 +430,5 @@ def _unit_rows(ids: Tensor, n: int) -> Tensor:
 
 
 def _pull_measurements(products: FixedJacobian, likelihood: LinearMeasurement, V: Tensor) -> Tensor:
-    """`JᵀAᵀv` for rows.  # [k, d_y] -> [k, P]"""
+    """`JᵀAᵀv` for each row `v` of `V`.  # [k, d_y] -> [k, P]"""
     return products.pull(likelihood.map.adjoint(V.to(products.f), products.shape[1:]).unsqueeze(1))

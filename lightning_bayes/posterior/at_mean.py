@@ -27,7 +27,7 @@ from lightning_bayes.structures.sharded import ParameterShard
 if TYPE_CHECKING:
     from lightning_bayes.posterior.gaussian import GaussianPosterior
 
-_CACHED = 2**16  # float64 numbers: half a megabyte
+_CACHED = 2**16  # float64 numbers converted at a time: half a megabyte
 
 
 def fingerprint(network: nn.Module) -> Tensor:
@@ -38,8 +38,8 @@ def fingerprint(network: nn.Module) -> Tensor:
 
 def has_weights(network: nn.Module, then: Tensor, own: Sequence[Tensor], mean: Tensor) -> bool:
     """Whether the network has the weights with the fingerprint `then`. The posterior's `own` weights are compared with
-    the `mean` directly, which costs less than their sums. Every call reads all weights: PyTorch's version counters
-    miss writes through `.data` or through memory shared with numpy."""
+    the `mean` directly, which is cheaper than computing their fingerprint. Every call reads all weights: PyTorch's
+    version counters miss writes through `.data` or through memory shared with numpy."""
     state = _state(network)
     if len(state) != len(then):
         return False
@@ -142,7 +142,7 @@ def linearised_outputs(posterior: GaussianPosterior, x: Any, shift: Tensor, diff
 
 @contextmanager
 def at_mean(posterior: GaussianPosterior, x: Any, differentiable: bool = False) -> Iterator[Any]:
-    """Borrow the network and yield `x` on its device. With `differentiable`, gradients flow to `x` only."""
+    """Borrow the network and yield `x` on the posterior's device. With `differentiable`, gradients flow to `x` only."""
     posterior.check_weights()
     x = inputs.contained(posterior.network, x)
     inputs.batch_size(x)  # raises if x holds no tensor

@@ -217,7 +217,7 @@ def write_file(content: Any, path: str | PathLike[str], keep_times: bool = False
         with system.transaction, system.open(place, "wb") as file:
             file.write(buffer.getvalue())
         return
-    target = Path(os.path.realpath(path))  # keep a symbolic link
+    target = Path(os.path.realpath(path))  # write to the target of a symbolic link, to keep the link
     unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}.unfinished")
     try:
         with open(unfinished, "xb") as file:
@@ -239,8 +239,8 @@ def write_file(content: Any, path: str | PathLike[str], keep_times: bool = False
 
 
 def read(path: str | PathLike[str], name: str | None = None) -> dict[str, Any]:
-    """Read the state from a file written by `write`, or from a Trainer's checkpoint, where `name` selects one of
-    several."""
+    """Read the state from a file written by `write`, or from a Trainer's checkpoint. If the checkpoint contains several
+    posteriors, `name` selects one by the name of its callback."""
     state = read_any(path, "posterior")
     if isinstance(state, dict) and "state_dict" in state:
         try:
@@ -276,7 +276,7 @@ def posterior_in(checkpoint: dict[str, Any], name: str | None) -> dict[str, Any]
 
 
 def read_any(path: str | PathLike[str], what: str) -> Any:
-    """Read a file of tensors, numbers and strings that `torch.save` wrote. `what` names it in messages."""
+    """Read a file of tensors, numbers and strings that `torch.save` wrote. Messages call it a `what`'s file."""
     instance("path", path, (str, PathLike), "a file's path or URL")
     try:
         if is_url(path):

@@ -78,7 +78,8 @@ class LaplaceOptions:
             chosen = Full() if chosen.kind in ("kron", "auto") else chosen
         given = prior_option(prior)
         if chosen.kind == "auto" and isinstance(given.posterior, GaussianPosterior):
-            chosen = structure_option(given.posterior.precision.word or "kron")  # so they can be added
+            # The curvature gets the structure of the prior's precision, so the two can be added.
+            chosen = structure_option(given.posterior.precision.word or "kron")
         if isinstance(subset, str) and subset == "auto" and (given.mean is not None or given.posterior is not None):
             subset = "all"  # the prior covers specific weights, so `auto` cannot choose
         δ = plain_values(prior_precision)
@@ -152,7 +153,7 @@ class LaplaceOptions:
             )
 
 
-DETERMINED = 0.95  # a rank is too low if γ exceeds this share of it
+DETERMINED = 0.95  # a rank is too low if γ exceeds this share of the rank
 COUNTS = 0.1  # an eigenvalue matters if it exceeds this share of the prior precision
 
 
@@ -188,7 +189,7 @@ def fit_laplace(
             over the weights, or a `Subnetwork`.
         curvature: "ggn", "fisher_mc" (or `FisherMC(samples=3)`), "empirical_fisher", or "auto": "ggn", but "fisher_mc"
             for outputs at many positions, such as images, where the exact GGN takes a backward pass for each output.
-        prior_precision: a number, one per layer, or one per parameter. A mean loss with weight decay `wd` is
+        prior_precision: a number, one per layer, or one per parameter. Weight decay `wd` of a mean loss corresponds to
             `prior_precision = N·wd`.
         prior: `Prior(mean=…, temperature=…)`, or another posterior over the same weights; `prior_precision` is then a
             factor on its precision.
@@ -257,8 +258,8 @@ def from_curvature(
 
 
 def warn_of_rank(posterior: LaplacePosterior, tuned: bool = True) -> None:
-    """Warn if a low rank omits eigenvalues that matter compared with the prior: those lost to rounding or, after
-    tuning, those beyond the rank if the data determine all eigenpairs within it."""
+    """Warn if a low rank omits eigenvalues that matter compared with the prior: eigenvalues lost to rounding or, after
+    tuning, eigenvalues beyond the rank if the data determine all eigenpairs within the rank."""
     H = posterior.curvature.structure
     if not isinstance(H, LowRank) or not H.is_truncated or H.rank >= min(H.size, posterior.curvature.n_outputs):
         return

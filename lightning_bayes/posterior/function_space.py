@@ -7,9 +7,9 @@ points, the outputs at `x*` are Gaussian with mean `f(x*; θ̃)` and covariance
 
 This form of eq. (15) allows a singular `Λ`, such as that of a softmax. With all training points and the full GGN it
 equals the covariance of the GLM predictive. To compensate for `M < N` points, the prior's precision is multiplied by
-`N/M`, as in the paper, which tunes a factor on it.
+`N/M`, as in the paper, which tunes a factor on this precision.
 
-Outputs are treated jointly, or independently with the diagonal of `Λ`, which costs `C·M³` instead of `(C·M)³`.
+Outputs are treated jointly, which costs `(C·M)³`, or independently with the diagonal of `Λ`, which costs `C·M³`.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ class GaussianProcess:
             return [conditioned(own, V)]
         e, Q = self._spectrum
         V = Q.mT @ V
-        # With c·δ the kernel is K/c: Σ* = (K** − Vᵀ(cI + E)⁻¹V)/c.
+        # With the prior precision c·δ the kernel is K/c, so Σ* = (K** − Vᵀ(cI + E)⁻¹V)/c.
         return [conditioned(own, V * (c + e).rsqrt().unsqueeze(-1)) / c for c in scales]
 
     def _weighted(self, S: Tensor, K: Tensor) -> Tensor:
-        """`SᵀK` for some points.  # [C, m, n] -> the same, or [m, C, n, C] -> [m·R, n·C]"""
+        """`SᵀK` for some points.  # independent outputs: [C, m, n] -> [C, m, n]; joint: [m, C, n, C] -> [m·R, n·C]"""
         if self._independent:
             return S * K
         return (S.mT @ K.flatten(2)).flatten(0, 1)

@@ -7,8 +7,8 @@ linearised at its weights, which must not have changed since the fit.
 A `Calibration` corrects one predictive and link. It is found on held-out data. For class and binary labels it is a
 temperature `T`. Applied to the *outputs*, it divides them before integration, `f/T`: the mean becomes `m/T` and the
 covariance `Σ/T²`, so no `T` can compensate for a covariance that is too wide. Applied to the *probabilities*, after
-integration, `p^(1/T)`, it can. For real targets the correction is a factor on the predictive variance. Neither changes
-the posterior over the weights or its evidence.
+integration, `p^(1/T)`, the temperature can compensate for such a covariance. For real targets the correction is a
+factor on the predictive variance. A calibration never changes the posterior over the weights or the evidence.
 
 `implements` registers posterior methods that a higher layer implements, such as `predict` and `tune_prior`.
 
@@ -172,7 +172,7 @@ class GaussianPosterior:
         return replace(self, network=network, plans=PlanCache(), **self._on(target))
 
     def _on(self, device: torch.device) -> dict[str, Any]:
-        """The fields that depend on the device, moved to another one."""
+        """The fields that depend on the device, moved to `device`."""
         return {
             "mean": self.mean.to(device),
             "precision": self.precision.to(device),
@@ -200,9 +200,9 @@ class GaussianPosterior:
         return 0.5 * (self.precision.logdet() - distance - self.subset.size * math.log(2 * math.pi))
 
     def penalty(self, network: nn.Module) -> Tensor:
-        """`½ (θ − mean)ᵀ P (θ − mean)` for the current weights `θ` of `network`, differentiable in them. It makes the
-        posterior a prior for training on other data. Add it to a *sum* of negative log-likelihoods; divide it by the
-        number of examples if the loss is their mean."""
+        """`½ (θ − mean)ᵀ P (θ − mean)` for the current weights `θ` of `network`, differentiable in `θ`. This penalty
+        makes the posterior a prior for training on other data. Add it to a *sum* of negative log-likelihoods, or divide
+        it by the number of examples if the loss is a mean."""
         self.check_whole("penalty")
         weights = check_network(network)
         check_parameters(weights, self.subset)
@@ -280,9 +280,9 @@ class GaussianPosterior:
                 same prediction in any batch.
             calibrated: apply the correction that `calibrate` found for this predictive and link, if any.
             differentiable: keep the graph to `x`, for example to optimise an acquisition function.
-            split: separate epistemic from aleatoric uncertainty. If the link has no closed form for this, it averages
-                over as many fixed points as the predictive has `samples`. If False, `epistemic` and `aleatoric` are
-                NaN, and `mutual_information` is None.
+            split: separate epistemic from aleatoric uncertainty. If the link has no closed form for this split, it is
+                an average over as many fixed points as the predictive has `samples`. If False, `epistemic` and
+                `aleatoric` are NaN, and `mutual_information` is None.
         """
         return implementation("predict")(
             self,
@@ -323,12 +323,13 @@ class GaussianPosterior:
         of: str = "outputs",
         seed: int = 0,
     ) -> Posterior:
-        """Return the same posterior with one number found in one pass over held-out data. For class and binary labels,
-        it is the temperature with the best likelihood. For real targets, it is a factor on the predictive variance, the
-        mean of (y − m)²/v.
+        """Return the same posterior with a correction of its predictions, found in one pass over held-out data. For
+        class and binary labels, the correction is the temperature with the best likelihood. For real targets, it is a
+        factor on the predictive variance and the degrees of freedom of a Student-t. If a Gaussian fits best, the factor
+        is the mean of (y − m)²/v.
 
-        It only affects predictions with this predictive and link; `functional`, `sample` and the evidence do not
-        change.
+        The correction only affects predictions with this predictive and link; `functional`, `sample` and the evidence
+        do not change.
 
         Args:
             loader: held-out batches `(x, y)`.
@@ -366,8 +367,8 @@ class GaussianPosterior:
             randomised: add a random part to "aps" and "raps"; without it, sets are larger than necessary.
             penalty: λ of "raps", the penalty for each class in a set beyond `free_classes`.
             free_classes: k₀ of "raps", the number of classes without a penalty.
-            allow_empty: allow empty sets. A coverage of exactly `level` requires them if the network is right more
-                often than that. By default every set contains the likeliest class.
+            allow_empty: allow empty sets. A coverage of exactly `level` requires empty sets if the share of examples
+                that the network gets right exceeds `level`. By default every set contains the likeliest class.
         """
         return implementation("conformalize")(
             self, loader, level, method, predictive, seed=seed,

@@ -89,7 +89,7 @@ def kernel(one: Factors, other: Factors, independent: bool) -> Tensor:
     B, M, K = len(one.f), len(other.f), one.n_outputs
     total = in_float64(one.f).new_zeros((K, B, M) if independent else (B, K, M, K))
     for layout, layer in one.layers.items():
-        if layout in other.layers:  # a layer that only one of them uses adds nothing
+        if layout in other.layers:  # a layer that only one of the two sets of examples uses adds nothing
             layer.add_kernel(total, other.layers[layout], independent)
     return total
 
@@ -155,7 +155,7 @@ def places(layout: Layout, subset: Subset) -> Tensor:
 
 
 def _over_all_parameters(subset: Subset, scale: Tensor) -> Tensor:
-    """`S₀^½` of all parameters; zero for weights outside a subnetwork, which have no variance."""
+    """`S^½` of all parameters; zero for weights outside a subnetwork, because they have no variance."""
     if subset.mask is None:
         return scale
     full = scale.new_zeros(subset.full_size)
@@ -194,7 +194,7 @@ class LayerFactors(ABC):
 
     @property
     def form(self) -> Any:
-        """Parts can be concatenated if their forms are equal."""
+        """A value to compare: factors can be concatenated only if their forms are equal."""
         return type(self)
 
     @abstractmethod
@@ -206,7 +206,8 @@ class LayerFactors(ABC):
         """The scaled gradient for some of the layer's outputs.  # [K, B, p]"""
 
     def pieces(self, n_other: int = 0) -> list[slice]:
-        """Slices of the layer's outputs, small enough for the gradients of these and of `n_other` examples."""
+        """Slices of the layer's outputs. For one slice, the gradients of these examples and of `n_other` others fit in
+        memory."""
         return [ALL]
 
     def in_float64(self) -> LayerFactors:
@@ -235,7 +236,7 @@ class LayerFactors(ABC):
         return torch.cat([(torch.einsum("bkl,lbp->kbp", W, J) * J).sum((0, 1)) for J in parts])
 
     def diagonal_covariance(self, variances: Tensor) -> Tensor:
-        """`JₙΣJₙᵀ` of a diagonal matrix.  # [p] -> [B, K, K]"""
+        """`JₙΣJₙᵀ` for a diagonal `Σ`.  # [p] -> [B, K, K]"""
         total, start = variances.new_zeros(()), 0
         for units in self.pieces():
             J = self.rows(units)
@@ -261,7 +262,7 @@ class LayerFactors(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Gram(LayerFactors):
-    """One position: the kernel is a product of two Gram matrices."""
+    """For one position per example. The kernel is then a product of two Gram matrices."""
 
     a: Tensor  # scaled [B, I]
     g: Tensor  # [K, B, O]
@@ -322,7 +323,7 @@ class Gram(LayerFactors):
 
 @dataclass(frozen=True, eq=False)
 class Rows(LayerFactors):
-    """The gradient of the layer."""
+    """The gradients of the layer's weights themselves."""
 
     J: Tensor  # scaled [K, B, p]
 
@@ -345,7 +346,7 @@ class Rows(LayerFactors):
 
 @dataclass(frozen=True, eq=False)
 class Shared(LayerFactors):
-    """Several positions, or several prior precisions within the layer."""
+    """For several positions per example, or several prior precisions within the layer."""
 
     a: Tensor  # [G, B, T, I]
     g: Tensor  # [K, G, B, T, O]
@@ -381,7 +382,7 @@ class Shared(LayerFactors):
 
 
 def _smallest(a: Tensor, g: Tensor, scale: Tensor, masked: bool) -> LayerFactors:
-    """# a [G, B, T, I], g [K, G, B, T, O], scale [G, O, I]"""
+    """The factors in the smallest of the three forms.  # a [G, B, T, I], g [K, G, B, T, O], scale [G, O, I]"""
     (G, _, T, I), K, O = a.shape, g.shape[0], g.shape[4]
     first = scale.flatten()[0]
     if not masked and G == T == 1 and bool((scale == first).all()):
@@ -395,8 +396,8 @@ def _smallest(a: Tensor, g: Tensor, scale: Tensor, masked: bool) -> LayerFactors
 
 
 def _check_forms(one: Factors, other: Factors) -> None:
-    """Raise an error if the layers are split differently, as may happen for inputs of another shape. Layers are
-    identified by the position of their weights."""
+    """Raise an error if the two sets of factors split the layers differently, as may happen for inputs of another
+    shape. Layers are identified by the position of their weights."""
     for layout in one.layers.keys() ^ other.layers.keys():
         unlike = other if layout in one.layers else one
         starts = {piece.start for piece in layout.pieces}

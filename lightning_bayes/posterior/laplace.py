@@ -241,7 +241,7 @@ class LaplacePosterior(GaussianPosterior):
     def in_float64(self: Laplace) -> Laplace:
         """The same posterior with a curvature, prior and mean in float64."""
         mean = in_float64(self.mean)
-        # Move first: the device may not support float64.
+        # Move before casting, because the original device may not support float64.
         structure = self.curvature.structure.to(mean.device).to(dtype=mean.dtype)
         prior = self.prior.to(self.mean.to(mean.device)).to(mean)
         curvature, δ = replace(self.curvature, structure=structure), in_float64(self.prior_precision)
@@ -315,14 +315,14 @@ class LaplacePosterior(GaussianPosterior):
         """Return a posterior with a tuned prior and, for regression by evidence, a tuned noise.
 
         Args:
-            method: "auto" (by held-out data if there are any), "marglik" (gradients of the evidence), "mackay" (its
-                fixed point), "linear" (the evidence at the linear model's optimum) or "grid" (validation data); or an
-                option such as `Tuning("linear", groups="layers")`.
+            method: "auto" (by held-out data if there are any), "marglik" (gradients of the evidence), "mackay" (a fixed
+                point of the evidence), "linear" (the evidence at the linear model's optimum) or "grid" (validation
+                data); or an option such as `Tuning("linear", groups="layers")`.
             loader: batches `(x, y)`: validation data for "auto" and "grid"; the training data for `iterate=True`, and
                 for a posterior that has seen no data, such as that of L2M.
             predictive: for "auto" and "grid": as in `predict`.
             calibrate: for "auto": the temperature to keep, for the probabilities ("probs" or "auto") or the network's
-                outputs ("outputs"); None keeps none.
+                outputs ("outputs"); None keeps no temperature.
             seed: for "auto" and "grid": seed for random draws.
             progress: for `iterate=True`: show a progress bar.
             processes: for `iterate=True`: the processes that share the data.
@@ -342,17 +342,17 @@ class LaplacePosterior(GaussianPosterior):
     ) -> LaplacePosterior:
         """Return the posterior of the linearised network around its own optimum, with the same prior and structure. Its
         predictions are those of the linearised network. The mean depends on the prior and noise: to change these,
-        refine the fitted posterior again.
+        change them in the fitted posterior and refine it again.
 
         Args:
             loader: the training data `(x, y)`; its batches are kept in memory.
             method: "laplace", or "variational" for the Gaussian with the largest evidence lower bound, which needs
                 structure="full" or "diag".
             passes: for "laplace": the largest number of passes over the data.
-            tolerance: "laplace" stops at a gradient of this size relative to the first; "variational" when a round
-                raises the lower bound by less than this many nats per example.
-            samples: quasi-random outputs per example, for "variational".
-            seed: seed of these outputs.
+            tolerance: "laplace" stops at a gradient of this size relative to the initial gradient; "variational" stops
+                when a round raises the lower bound by less than this many nats per example.
+            samples: for "variational": the number of quasi-random outputs per example.
+            seed: for "variational": seed of these outputs.
             progress: show a progress bar.
         """
         return implementation("refine")(self, loader, method, passes, tolerance, samples, seed, progress)

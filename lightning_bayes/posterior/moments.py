@@ -23,7 +23,7 @@ of the gradient. AdamW applies the decay separately from the gradient. Its stati
 which gives `δᵢ = N·wd·(√v̂ᵢ + ε)/c`. In the paper's form, `δ = wd`.
 
 A weight without a gradient (such as that of a ReLU unit that is never active) has `v̂ᵢ = 0`, and this formula would
-leave it with a prior of only `ε`. AdamW's step is then `−lr·wd·θ`, a step of plain gradient descent on the penalty
+give it a precision of only `N·wd·ε/c`. AdamW's step is then `−lr·wd·θ`, a step of plain gradient descent on the penalty
 `wd/2·θ²`, so the weight gets the prior that corresponds to this penalty, `N·wd/c`. A weight counts as dead if its
 `√v̂ᵢ + ε` is below a thousandth of the value at the mean of its parameter's `v̂`.
 
@@ -94,7 +94,7 @@ def fit_l2m(
 
     Args:
         network: maps x to f(x). Parameters that no optimizer holds are not part of the posterior.
-        optimizers: the optimizer that trained it, or several.
+        optimizers: the optimizer that trained the network, or a list of several.
         likelihood: "classification", "binary", "regression", or a `Likelihood`.
         n_data: the number of training examples.
         batch_size: the number of examples in one step, over all processes and accumulated batches; the harmonic mean
@@ -102,9 +102,10 @@ def fit_l2m(
         scaling: "dataset" or "paper".
         prior_precision: a number, one per layer, or one per parameter; by default from the optimizer's weight decay.
         prior: `Prior(mean=…)`, the mean of the prior in the evidence, by default zero.
-        loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. By default that of torch's
-            losses: `1/n_outputs`, and for a Gaussian that of the mean squared error, `2σ²/n_outputs`.
-        n_outputs: the number of targets per example, for that default; torch's losses average over them.
+        loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. The default is the `c` of
+            torch's losses: `1/n_outputs`, or for a Gaussian `2σ²/n_outputs`, as for the mean squared error.
+        n_outputs: the number of targets per example, for the default `loss_scale`; torch's losses average over all
+            targets.
     """
     likelihood, network = resolve(likelihood), check_network(network)
     word("scaling", scaling, get_args(Scaling))
@@ -198,7 +199,7 @@ def _curvature(moments: dict[str, SecondMoment], factor: float, with_eps: bool) 
 
 
 def _vector(moments: dict[str, SecondMoment]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """An uninitialised vector over all parameters, and its parts.  # [P]"""
+    """An uninitialised vector over all parameters, and one view into it per parameter.  # [P]"""
     buffers = [m.buffer for m in moments.values()]
     dtype = torch.promote_types(buffers[0].dtype, torch.float32)
     flat = torch.empty(sum(b.numel() for b in buffers), dtype=dtype, device=buffers[0].device)
@@ -229,8 +230,8 @@ class DecayPrior:
 
     @property
     def follows_curvature(self) -> bool:
-        """Whether the prior is a function of `v̂`, and so of the curvature. AMSGrad's depends on the maximum of `v̂`
-        instead."""
+        """Whether the prior is a function of `v̂`, and so of the curvature. With AMSGrad, the prior depends on the
+        maximum of `v̂` instead."""
         return any(self._decoupled) and all(m.largest is m.buffer and not m.offset for m in self.moments.values())
 
     def at_curvature(self, H: Tensor, factor: float) -> DecayPrior:
@@ -300,7 +301,7 @@ _KNOWN: dict[type[Optimizer], tuple[str, Decay | None]] = {
 class SecondMoment:
     """The second moment of one parameter, or of this process's shard of it."""
 
-    buffer: Tensor  # the optimizer's
+    buffer: Tensor  # the tensor in the optimizer's state from which v̂ is computed
     offset: float  # v̂ = (buffer − offset) · correction
     correction: float
     largest: Tensor  # AMSGrad divides its step by the root of this; for all others it is the buffer
@@ -442,7 +443,7 @@ class WeightMoments:
                 p.copy_(self.mean[name])
 
     def posterior(self, network: nn.Module, likelihood: Likelihood, n_data: int) -> GaussianPosterior:
-        """The posterior around the network's weights, which must be the mean."""
+        """The posterior around the network's weights, which must be the averaged ones: call `put_mean` first."""
         subset = resolve_subset(network, "all", ())
         with torch.inference_mode(False), torch.no_grad():
             mean = subset.flatten(network)

@@ -93,7 +93,7 @@ class GaussianPrior:
 
 
 def check_prior(prior: Prior) -> None:
-    """Check everything that does not depend on the network; files are checked when they are read."""
+    """Check everything about a prior that does not depend on the network; files are checked when they are read."""
     from lightning_bayes.posterior.gaussian import GaussianPosterior
 
     posterior, mean = (None if isinstance(given, (str, PathLike)) else given for given in (prior.posterior, prior.mean))
@@ -163,13 +163,13 @@ def _check_values(name: str, weights: Tensor) -> None:
 
 
 def check_precision(prior_precision: Any) -> None:
-    """Check everything that does not depend on the network."""
+    """Check everything about a prior precision that does not depend on the network."""
     _check_positive(vector("prior_precision", prior_precision, PriorError))
 
 
 def _check_positive(precision: Tensor) -> None:
     least, most = precision.detach().aminmax()
-    if not (least > 0 and most < math.inf):  # NaN fails both
+    if not (least > 0 and most < math.inf):  # NaN fails both comparisons
         wrong = least if not least > 0 else most
         raise PriorError(f"prior_precision must be positive and finite, got {wrong.item():g}")
 

@@ -60,7 +60,7 @@ class ShardedPosterior(LaplacePosterior):
         shards = tuple(ParameterShard.of(p, starts[name]) for name, p in parameters.items())
         structure = ShardedDiagonal(curvature.structure.diagonal(), shards)
         mean = _flat(parameters.values())
-        no_fingerprint = mean.new_empty(0, 2)  # the weights are compared with the mean
+        no_fingerprint = mean.new_empty(0, 2)  # `_has_same_weights` compares the weights with the mean instead
         curvature = replace(curvature, structure=structure)
         return ShardedPosterior.around(network, mean, no_fingerprint, curvature, prior_precision)
 
@@ -118,8 +118,8 @@ class ShardedPosterior(LaplacePosterior):
         return super().predict(x, option, generator=generator, calibrated=calibrated, split=split)
 
     def _has_same_weights(self) -> bool:
-        """Whether the weights are the mean on all processes. The answer is shared: if only one process raised an error,
-        the others would deadlock."""
+        """Whether the weights equal the mean on all processes. All processes get the same answer: if only one of them
+        raised an error, the others would deadlock."""
         reshard(self.network)
         weights = _flat(self.subset.parameters(self.network).values())
         changed = torch.tensor(int(not torch.equal(weights, self.mean)), device=self.device)

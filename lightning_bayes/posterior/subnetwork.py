@@ -1,12 +1,13 @@
 """`Subnetwork`: single weights that get a full covariance, while all others keep their trained values.
 
 Daxberger et al. (2021) choose the subnetwork `S` whose posterior `N(θ_S; θ*_S, P_S⁻¹) Π_r δ(θ_r − θ*_r)` is closest to
-that of all weights in the Wasserstein distance. If the latter factorises, with marginal variances `σ²`, the distance is
+the posterior of all weights in the Wasserstein distance. If the posterior of all weights factorises, with marginal
+variances `σ²`, the distance is
 
     W₂² = Σ_{i ∉ S} σᵢ²,
 
-and the weights with the largest marginal variances minimise it. Only the choice assumes independence: the posterior of
-the subnetwork has all correlations.
+so the subnetwork of the weights with the largest marginal variances minimises the distance. Only the choice assumes
+independence: the posterior of the subnetwork has all correlations.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class Subnetwork:
 
 
 def _marginal_variances(posterior: GaussianPosterior, parameters: dict[str, nn.Parameter]) -> Tensor:
-    """Variances of a posterior over some of the parameters. Names differ if its network contains this one.  # [P]"""
+    """The variance of each parameter in another posterior, −∞ for parameters that this posterior does not cover. Their
+    names differ if the other posterior's network contains this network as a submodule.  # [P]"""
     subset, variances = posterior.subset, posterior.precision.inverse_diagonal()
     if subset.mask is not None:
         flat = variances.new_full((subset.full_size,), -torch.inf)

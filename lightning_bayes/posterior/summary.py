@@ -104,7 +104,8 @@ def summarise(posterior: GaussianPosterior) -> PosteriorSummary:
                 n_weights=block.matrix.size,
                 n_bytes=n_bytes(block.matrix),
                 prior_precision=_bounds(own_δ),
-                effective_parameters=None if own_γ is None else max(0.0, float(own_γ.sum())),  # negative by rounding
+                # Rounding can make the sum negative.
+                effective_parameters=None if own_γ is None else max(0.0, float(own_γ.sum())),
             )
         )
     noise = getattr(posterior.likelihood, "noise_std", None)

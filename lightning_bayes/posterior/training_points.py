@@ -33,7 +33,7 @@ _DRAW = -1  # the draw number of `uniforms` that chooses points; labels use 0, 1
 
 @dataclass(frozen=True, eq=False)
 class TrainingPoints:
-    """The inputs of `M` training points, and the output Fisher there, `Λ = SSᵀ`."""
+    """The inputs of `M` training points, and the output Fisher at these points, `Λ = SSᵀ`."""
 
     x: Any
     root: Tensor  # S [M, C, R]
@@ -67,7 +67,8 @@ class PointSelection:
         self._seen, self._C = 0, 0  # numbers of examples, and of outputs per example
 
     def watched(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """Iterate over the loader and keep points. An impossible choice raises an error at the first batch."""
+        """Iterate over the loader and keep points. Unsupported outputs, or more points than the kernel can hold, raise
+        an error during the pass."""
         return ObservedLoader(self._network, check_loader(loader), self._keep)
 
     def put_into(self, posterior: LaplacePosterior) -> LaplacePosterior:

@@ -11,18 +11,19 @@ examples. Without held-out data, the evidence at the linear model's optimum choo
 **Real targets.** With a full matrix, prior and noise maximise the evidence of the linear model, with a noise of at
 least the training RMSE (see `linear_gaussian_maximum`). With another structure, whose evidence would choose too much
 noise, the noise is the training RMSE while the evidence chooses the prior. Held-out data then choose a factor `s = T²`
-on the predictive variance (`σ²` by `s`, `δ` by `1/s`), with the same prior on `log T`, and the tails: with `ν` degrees
-of freedom, the predictive is a Student-t of that variance, or a Gaussian if `ν = ∞`. The prior on `1/ν` is exponential
-with rate 10, so that few examples choose a Gaussian. All outputs share one factor and one `ν`: targets of different
-scales need a `noise_std` for each output, or should be standardised.
+on the predictive variance, which multiplies `σ²` by `s` and `δ` by `1/s`, with the same prior on `log T`. They also
+choose the tails: with `ν` degrees of freedom, the predictive is a Student-t of that variance, or a Gaussian if `ν = ∞`.
+The prior on `1/ν` is exponential with rate 10, so that few examples choose a Gaussian. All outputs share one factor and
+one `ν`: targets of different scales need a `noise_std` for each output, or should be standardised.
 
 If the network predicts the noise, or the training error is unknown (L2M), each prior and the plain network get their
 own `s` and `ν`, without a prior on `s`, and the rule for classes chooses among them.
 
-**A low rank.** The evidence misses the omitted curvature, and its prior is too wide. Held-out data choose among all
-priors that are not wider; for a regression, they choose the best, each with its own `s` and `ν`.
+**A low rank.** The evidence misses the omitted curvature, so the prior with the largest evidence is too wide. Held-out
+data choose among all priors that are not wider. For a regression, each of these priors gets its own `s` and `ν`, and
+the prior with the best score is chosen.
 
-`make practice` compares this with other rules.
+`make practice` compares these rules with others.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from lightning_bayes.predictive.predict import MANY, NEGLIGIBLE, is_plain
 
 PRIORS = tuple(float(δ) for δ in torch.logspace(-4, 4, 25, dtype=torch.float64, device="cpu"))
 AS_IT_IS = LOG_TEMPERATURES.index(0.0)
-DOUBT = 10.0  # the precision of log T
+DOUBT = 10.0  # the precision of the prior on log T
 CLOSE = 0.002  # nats per example: priors nearer to the decision are scored exactly
 EVERY = slice(None)
 
@@ -111,8 +112,9 @@ def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
 
 def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring, tune: bool, calibrate: bool) -> Choice:
     """The candidates, scored on held-out data: priors if `tune`, temperatures or variance factors if `calibrate`. A
-    classifier's priors share sums over groups of eigenvalues, and those near the decision are scored again exactly. A
-    prior that is another posterior is not tuned, because new data must not reweight the old data."""
+    classifier's priors are first scored approximately, with shared sums over groups of eigenvalues; priors near the
+    decision are then scored exactly. A prior that is another posterior is not tuned, because new data must not reweight
+    the old data."""
     tune = tune and posterior.prior.precision is None
     has_noise = tune and _has_noise(posterior)
     priors = _priors(posterior, scoring) if tune and not has_noise else ()
@@ -169,7 +171,7 @@ class PriorChoice(Choice):
         if not self.calibrate:
             return chosen
         scores = self._doubted(nll)[row] if self.tune else nll[row].mean(-1)
-        # For a point, both temperatures are equivalent, but probabilities may round to zero.
+        # For a point, temperatures of outputs and of probabilities are equivalent, but probabilities may round to zero.
         scoring = replace(self.scoring, of="outputs") if is_plain(chosen) else self.scoring
         return chosen.with_calibration(self._calibration(scores, scoring))
 
@@ -205,7 +207,7 @@ class PriorChoice(Choice):
         return _first_close(self._gaps(nll))
 
     def _gaps(self, nll: Tensor) -> Tensor:
-        """`_gaps` of the rows, each at its own temperature.  # [priors + 1]"""
+        """The gaps of all priors and of the plain network, each at its own temperature.  # [priors + 1]"""
         mean = self._doubted(nll).nan_to_num(torch.inf)
         at = mean.argmin(1) if self.calibrate else torch.full((len(mean),), AS_IT_IS, device="cpu")
         rows = torch.arange(len(nll), device="cpu")
@@ -281,7 +283,8 @@ def _with_training_noise(posterior: LaplacePosterior) -> LaplacePosterior:
 
 
 def _at_training_noise(posterior: LaplacePosterior, scoring: Scoring) -> list[LaplacePosterior]:
-    """The posterior with the evidence's prior, or several if the evidence is unreliable."""
+    """The posterior with the prior that the evidence chooses, or with each of several priors if the curvature is
+    truncated, which makes the evidence unreliable."""
     if not posterior.curvature.structure.is_truncated:
         return [by_evidence(posterior)]
     posterior = _with_training_noise(posterior)
@@ -289,9 +292,9 @@ def _at_training_noise(posterior: LaplacePosterior, scoring: Scoring) -> list[La
 
 
 def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
-    """Precisions, starting at the one with the largest evidence, or only a few of them if each needs its own samples. A
-    truncated curvature misses the `γ` of the omitted directions, so its `δ = γ/‖θ‖²` is too small; it only serves as a
-    lower bound."""
+    """Candidate precisions, starting at the one with the largest evidence, or only a few of them if each needs its own
+    samples. With a truncated curvature, `γ` lacks the omitted directions, so the precision `δ = γ/‖θ‖²` with the
+    largest evidence is too small and only serves as a lower bound."""
     sampled = _is_sampled(posterior, scoring)
     if not posterior.curvature.knows_likelihood:
         return PRIORS[::6] if sampled else PRIORS
@@ -303,7 +306,7 @@ def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
         at, after = (evidence(torch.tensor(δ, dtype=torch.float64, device="cpu")) for δ in PRIORS[n : n + 2])
         return bool(after <= at)
 
-    # Its derivative in log δ, ½ (γ − δ‖θ‖²), changes its sign once.
+    # The evidence's derivative in log δ, ½ (γ − δ‖θ‖²), changes its sign once.
     return PRIORS[bisect_left(range(len(PRIORS) - 1), True, key=falls_after) :: 6 if sampled else 1]
 
 

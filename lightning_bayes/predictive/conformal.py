@@ -3,13 +3,13 @@
 Split conformal prediction (Vovk, Gammerman & Shafer 2005; Papadopoulos et al. 2002): compute the scores
 `sᵢ` of the true targets of `n` held-out examples, and their quantile
 
-    q = the ⌈(n + 1)·level⌉-th smallest of s₁ … sₙ, or ∞ if there are fewer.
+    q = the ⌈(n + 1)·level⌉-th smallest of s₁ … sₙ, or ∞ if there are fewer scores.
 
 A set holds all targets with a score of at most `q`. If the held-out examples and a new one are exchangeable, and the
 model has not seen them before, the set contains the new target with probability at least `level` and, without ties, at
 most `level + 1/(n + 1)`. This holds on average over examples and held-out data, not for each input.
 
-**Several outputs** (of a regression, or yes/no labels) have one quantile each, and the guarantee holds for each
+**Several outputs** (of a regression, or yes/no labels) have one quantile each, and the guarantee holds for each output
 separately.
 
 **Dense outputs**: examples are exchangeable, but the positions of one example are not. Let `Fᵢ(q)` be the share of
@@ -29,7 +29,8 @@ class `c`, and `u` a uniform random number of the example, the score of `c` is
 
 If the classes before `c` have all but a millionth of the probability, `"aps"` could only distinguish the rest by
 rounding errors, and a network that is often wrong and certain would get sets of all classes. In that case, `10⁻⁶ k` is
-added. The score of a real target `y` is `|y − m| / s`, with the mean and standard deviation of its prediction.
+added to the score. The score of a real target `y` is `|y − m| / s`, where `m` and `s` are the mean and the standard
+deviation of its prediction.
 
 `u` is computed from a seed and the bits of the example's log-probabilities, rounded to half precision. A score is
 therefore a function of the example: it does not depend on the batch, and is exchangeable if examples are.
@@ -73,7 +74,8 @@ class Conformal:
     """Sets or intervals that contain the target with probability `level`.
 
     `posterior.conformalize(loader, level)` makes one, and `Conformal.fit(prediction, y, level)` makes one from any
-    `Prediction`, such as one of `trainer.predict`. Apply it only to predictions that are made in the same way.
+    `Prediction`, such as one of `trainer.predict`. Apply it only to predictions that are made in the same way as those
+    of the held-out examples.
     """
 
     quantile: Tensor = field(repr=False)  # quantile of the scores of each output, float64 [K]
@@ -121,7 +123,7 @@ class Conformal:
 
     def sets(self, prediction: Prediction) -> Tensor:
         """A mask of the classes in the set; `sets.sum(1)` counts them. Yes/no labels have the classes no and yes in
-        dimension 1. The likeliest class is always in it, unless `allow_empty`.  # bool [B, C, …]"""
+        dimension 1. The likeliest class is always in the set, unless `allow_empty`.  # bool [B, C, …]"""
         if self.kind == "regression":
             raise PosteriorError("real targets have intervals, not sets: use interval(prediction)")
         self._check(prediction)
@@ -258,8 +260,8 @@ class TargetScores:
         self._score, self._ignore_index = score, ignore_index
         self._of = ("", 0)  # kind of the predictions, and number of outputs
         self._scores: list[Tensor] = []  # float64 [B·R, K]
-        self._weights: list[Tensor] = []  # 1/R, or 0 without a target
-        self._examples: list[Tensor] = []  # number with a target [K]
+        self._weights: list[Tensor] = []  # 1/(positions with a target), or 0 at a position without a target [B·R, K]
+        self._examples: list[Tensor] = []  # number of examples with a target, for each batch [K]
         self._generator = torch.Generator().manual_seed(score.seed)
 
     @property
@@ -324,7 +326,8 @@ class TargetScores:
         return self._score.of_classes(probs[:, :, positions]).gather(-1, index).squeeze(-1), known
 
     def _positions(self, t: Tensor) -> Tensor | slice:
-        """The positions that are scored, of `[B, K, R, …]`."""
+        """Indices along the `R` dimension of `t` (`[B, K, R, …]`) to score: all of them, or a random subset of
+        `POSITIONS` if there are more."""
         R = t.shape[2]
         if R <= POSITIONS:
             return slice(None)
@@ -370,7 +373,7 @@ class ClassScore:
 
 
 def class_probs(prediction: Prediction) -> Tensor:
-    """The probabilities as `[B, K, R, C]`: `K` separate labels (one for classes) at `R` positions."""
+    """The probabilities as `[B, K, R, C]`: `K` separate labels (`K = 1` for classification) at `R` positions."""
     probs = prediction.probs
     assert probs is not None
     probs = probs.to(accumulation_dtype(probs.device))
@@ -381,7 +384,7 @@ def class_probs(prediction: Prediction) -> Tensor:
 
 
 def by_output(t: Tensor) -> Tensor:
-    """Outputs as `[B, K, R]`: `K` in dimension 1, at `R` positions."""
+    """`t` as `[B, K, R]`: `K` outputs at `R` positions."""
     return t.flatten(2) if t.ndim > 2 else t.reshape(*t.shape, *[1] * (3 - t.ndim))
 
 

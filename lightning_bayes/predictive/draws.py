@@ -12,8 +12,8 @@ with their residual variance:
     f_L ~ N(m_L, Σ),    f_c = m_c + mean_L(f_L − m_L) + √v ε_c,    v = (tr Σ − 1ᵀΣ1/m) / (m − 1).
 
 This is exact up to `v/m` if all outputs have the covariance `τ² 11ᵀ + vI`. If the leading classes have at least a
-probability of `MASS`, its total variation from the exact predictive is .001 to .01, less than that of 100 functions.
-Other inputs use functions.
+probability of `MASS`, the total variation distance between these draws and the exact predictive is .001 to .01, less
+than with 100 drawn functions. Inputs whose leading classes have a smaller probability use drawn functions instead.
 
 The weight samples also give the moments of an **autoencoder** in its latent and output space (Laplacian autoencoders,
 figure 2), for any module with submodules `encoder` and `decoder`. Each sample `θ_s = (ψ_s, φ_s)` is an encoder `e_ψ`
@@ -112,9 +112,9 @@ def _new_move(posterior: GaussianPosterior, generator: torch.Generator | None) -
 
 
 class SharedDraws(torch.Generator):
-    """A generator that keeps the weight samples drawn from it, up to `SHARED` bytes. If it returns to an earlier state,
-    it returns the same sample without drawing it again. Batches then share their samples, and the numbers are the same
-    as with any other generator:
+    """A generator that keeps the weight samples drawn from it, up to `SHARED` bytes. If its state is set back to an
+    earlier one, `move` returns the sample of that state without drawing it again. Batches then share their samples, and
+    the numbers are the same as with any other generator:
 
         generator = SharedDraws(posterior.device)
         predictions = [posterior.predict(x, "bnn", generator=generator.manual_seed(0)) for x in batches]
@@ -161,7 +161,7 @@ def class_draws(
     posterior: GaussianPosterior, x: Any, mean: Tensor, n: int, generator: torch.Generator | None
 ) -> Tensor:
     """`n` draws of the linearised network's logits by their leading classes. Inputs whose leading classes have too
-    little probability use functions.  # [n, B, C]"""
+    little probability use `sample_functions` instead.  # [n, B, C]"""
     noise = copied_generator(mean.device)  # so that functions draw the same numbers as without leading classes
     if generator is not None:
         noise = generator_on(mean.device)
@@ -251,8 +251,8 @@ PARTS = {"encoder": "latent_", "decoder": ""}  # each part's prefix in the field
 
 @dataclass(frozen=True, eq=False)
 class Reconstruction(TensorFields):
-    """Moments over sampled autoencoders. `encode` fills the latent ones, `decode` the others, and `reconstruct` all of
-    them; the samples are kept on request."""
+    """Moments over sampled autoencoders. `encode` fills the latent moments, `decode` the moments of outputs, and
+    `reconstruct` both. With `keep_samples`, the samples are stored too."""
 
     mean: Tensor | None = None  # [B, ...]
     variance: Tensor | None = None  # [B, ...]

@@ -1,7 +1,7 @@
 """`DeepEnsemble`: one predictive from several posteriors, each of a different network.
 
-It is the mixture of the members' predictives, `p(y | x) = Σₘ wₘ pₘ(y | x)`. Its moments follow from theirs by the law
-of total variance, where the choice of the member is a further unknown:
+It is the mixture of the members' predictives, `p(y | x) = Σₘ wₘ pₘ(y | x)`. Its moments follow from the members'
+moments by the law of total variance, where the choice of the member is a further unknown:
 
     μ         = Σₘ wₘ μₘ                                  (for classes, the probabilities)
     epistemic = Σₘ wₘ epistemicₘ + Σₘ wₘ (μₘ − μ)²        within the members, and between them
@@ -165,7 +165,7 @@ class DeepEnsemble:
         *,
         generator: torch.Generator | None = None,
     ) -> list[Prediction]:
-        """The prediction of each member at `x`, on one device."""
+        """The prediction of each member at `x`, on the first member's device."""
         # Members restore the global generator, so all would draw the same numbers from it.
         generator = copied_generator(self.device) if generator is None else generator
         predictions = []
@@ -219,7 +219,7 @@ def _check_members(posteriors: Sequence[GaussianPosterior]) -> None:
                 f"has {member.likelihood}"
             )
         for other in range(number):
-            # By fingerprints: `check_weights` would fail for at least one of the two.
+            # Compare fingerprints, because `check_weights` would fail for at least one of the two members.
             same = same_weights(member.fingerprint, posteriors[other].fingerprint)
             if unwrap_output(member.network) is unwrap_output(posteriors[other].network) and not same:
                 raise PosteriorError(

@@ -48,11 +48,12 @@ def evaluate(
     """Scores of the predictions on the `(x, y)` batches of `loader`.
 
     Classification: "nll", "acc", "ece", "brier"; regression: "nll", "rmse", "coverage" (of the 95 % interval), all
-    computed from the prediction's Gaussian or Student-t. `ood_loaders` add how well the `ood_scores` separate their
-    inputs from those of `loader`; their targets are ignored. The keys are "ood_auroc_entropy", "ood_aupr_out_novelty",
-    "ood_fpr95_energy" and so on (see `metrics.OODDetection`). With several loaders, the keys end in
-    "/dataloader_idx_1", "/dataloader_idx_2", …, as in a Trainer's log. The other arguments are those of `predict`; the
-    seed is the same for each batch.
+    computed from the prediction's Gaussian or Student-t. With `ood_loaders`, the result also says how well each of the
+    `ood_scores` separates the inputs of an out-of-distribution loader from those of `loader`; the targets of
+    `ood_loaders` are ignored. The keys are "ood_auroc_entropy", "ood_aupr_out_novelty", "ood_fpr95_energy" and so on
+    (see `metrics.OODDetection`). With several `ood_loaders`, these keys end in "/dataloader_idx_1",
+    "/dataloader_idx_2", …, as in a Trainer's log. The other arguments are those of `predict`; the seed is the same for
+    each batch.
     """
     instance("predictor", predictor, (GaussianPosterior, DeepEnsemble), "a posterior or a DeepEnsemble")
     check_loader(loader)
@@ -86,8 +87,8 @@ def score_loaders(
 ) -> dict[str, float]:
     """The scores of named predictors, under the keys of a `ScoreTable`.
 
-    `split(batch, is_ood)` returns `(x, y)`, where y may be None if the batch is out-of-distribution. The keys of
-    `ood_loaders` name them in messages.
+    `split(batch, is_ood)` returns `(x, y)`, where y may be None if the batch is out-of-distribution. Error messages
+    name a loader by its key in `ood_loaders`.
     """
     table, targets = ScoreTable(likelihood, device, len(ood_loaders)), 0
     with preserved_rng(device):  # a shuffling loader draws from the global generator
@@ -126,8 +127,8 @@ class ScoreTable:
     """Scores of several predictors on several dataloaders.
 
     Dataloaders 1 to `n_ood` contain out-of-distribution inputs, whose targets are ignored. Keys are
-    `<metric>_<predictor>`, or `<metric>` for the predictor named "". Those of `compute` end in
-    `/dataloader_idx_<number>` if there are several out-of-distribution dataloaders.
+    `<metric>_<predictor>`, or `<metric>` for the predictor named "". If there are several out-of-distribution
+    dataloaders, `compute` returns their scores under keys that end in `/dataloader_idx_<number>`.
     """
 
     def __init__(self, likelihood: Likelihood, device: torch.device, n_ood: int = 0) -> None:
@@ -153,7 +154,8 @@ class ScoreTable:
             self._scores.setdefault((predictor, dataloader), Scores(self._device, ignored)).update(prediction, y)
 
     def metrics(self, dataloader: int) -> dict[str, Metric]:
-        """The metrics that are complete after the last batch of a dataloader; their keys do not contain its number."""
+        """The metrics that are complete after the last batch of a dataloader. Keys do not contain the dataloader's
+        number."""
         metrics: dict[str, Metric] = {}
         for (predictor, number), scores in self._scores.items():
             if number == dataloader:

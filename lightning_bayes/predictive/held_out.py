@@ -1,6 +1,6 @@
 """Scores on held-out data: `calibrate`, and `tune_prior("grid")`, which chooses the best of many priors.
 
-Predictions are scored with the predictive and link that will be used.
+Predictions are scored with the predictive and link that later predictions will use.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ LOG_TEMPERATURES = tuple(math.log(2) * k / 4 for k in range(-24, 13))  # 1/64 to
 CACHED = 2**13  # positions processed at a time
 DEGREES = (math.inf, 50.0, 30.0, 20.0, 15.0, 10.0, 8.0, 6.0, 5.0, 4.0, 3.0)  # of freedom
 TAIL_DOUBT = 10.0  # the rate of an exponential prior on 1/ν: few examples keep a Gaussian
-SMALLEST = 1e-30  # squared error in units of the variance: keeps a variance positive if a network fits all targets
+SMALLEST = 1e-30  # least squared error / variance, which keeps the factor positive if a network fits all targets
 MOST_OUTPUTS = 2**10  # limit on the outputs per example that are scored, evenly spaced
-FEW = 50  # examples; with fewer, even one number is uncertain
+FEW = 50  # held-out examples; with fewer, even one tuned number is uncertain
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class Scoring:
 
     def tempered(self, likelihood: Likelihood, law: OutputLaw) -> Iterator[Predictive]:
         """The predictive at each of `LOG_TEMPERATURES`."""
-        if self.of == "outputs" or law.is_point:  # for a point both are equivalent, but outputs never saturate
+        # For a point, temperatures of outputs and of probabilities are equivalent, but outputs never saturate.
+        if self.of == "outputs" or law.is_point:
             yield from (self.integrate(likelihood, law.tempered(math.exp(t))) for t in LOG_TEMPERATURES)
             return
         predictive = self.integrate(likelihood, law)
@@ -171,7 +172,7 @@ class Errors:
 
 
 def _best_factor(r: Tensor, u: float, doubt: float, log_s: Tensor) -> Tensor:
-    """The best `log s` at `ν = 1/u`, by Newton's method from `log_s`; the loss is convex in it.  # [D, n] -> [D]"""
+    """The best `log s` at `ν = 1/u`, by Newton's method; the loss is convex in `log s`.  # [D, n] -> [D]"""
     for _ in range(100):
         e = r * (-log_s).exp().unsqueeze(1)
         spread = 1 - 2 * u + u * e
@@ -225,7 +226,7 @@ def held_out_laws(
         for batch in loader:
             x, y = inputs.to_device(inputs.split_targets(posterior.network, batch, "val"), posterior.device)
             laws = output_laws(present, x, scoring.predictive, draws, scoring.seed, not exact) if present else []
-            # Unless it was refined, the linearised network has the plain network's mean.
+            # Unless the posterior was refined, the mean of the linearised network is the plain network's output.
             of_plain = laws if laws and posterior.shift is None else output_laws([posterior], x, MAP())
             mean = of_plain[0].mean
             posterior.likelihood.check(mean, y)
@@ -237,7 +238,8 @@ def held_out_laws(
 
 
 def best_temperature(nll: Tensor) -> float:
-    """The minimum of the parabola through the best temperature and its neighbours; 1 if no score is finite.  # [K]"""
+    """The minimum of the parabola through the scores of the best temperature and its neighbours; 1 if no score is
+    finite.  # [K]"""
     if not nll.isfinite().any():
         return 1.0
     nll = nll.nan_to_num(torch.inf, posinf=torch.inf)
@@ -250,7 +252,7 @@ def best_temperature(nll: Tensor) -> float:
 
 
 class _Targets:
-    """Checks the held-out targets; an image may have one for each pixel."""
+    """Checks the held-out targets; an image may have one target for each pixel."""
 
     def __init__(self, likelihood: Likelihood) -> None:
         self._likelihood, self._n, self._labels = likelihood, 0, torch.empty(0, device="cpu")

@@ -5,13 +5,13 @@ of the prior's variance is comparable. For the weights of the last layer, with t
 
     novelty(x) = tr(J Σ Jᵀ) / tr(J Σ₀ Jᵀ) = Σ_j ã_j² ρ/(μ_j + ρ) / ‖a‖²  ∈ [0, 1],        ã = Qᵀa,
 
-where `Q diag(μ) Qᵀ = Σ_o H_oo` is the layer's curvature summed over outputs: for a Kronecker block, and for every
-regression, a multiple of the second moments `Σₙ aaᵀ` of the training inputs. The prior is as strong as one average
-training example, `ρ = tr(Σ_o H_oo) / (I N)`, so the score does not depend on the posterior's prior, and weaker priors
-rank inputs similarly.
+where `Q diag(μ) Qᵀ = Σ_o H_oo` is the layer's curvature summed over outputs. For a Kronecker block, and for every
+regression, this sum is a multiple of the second moments `Σₙ aaᵀ` of the training inputs `a`. The prior is as strong as
+one average training example, `ρ = tr(Σ_o H_oo) / (I N)`, so the score does not depend on the posterior's prior, and
+weaker priors rank inputs similarly.
 
 Directions that no training example has used keep all their variance, as in NuSA (Cook et al. 2020) and ViM (Wang et al.
-2022); the others are scaled as in a Mahalanobis distance with normalised features.
+2022); the other directions are scaled as in a Mahalanobis distance with normalised features.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class NoveltyScore:
                 self._parts.append(self._last.novelty_of(_layer_inputs(layer, calls)))
 
     def outputs(self) -> Tensor | None:
-        """The network's outputs, from a forward pass that also gives the score; None for a posterior without one.
+        """The network's outputs, from a forward pass that also gives the score; None for a posterior without a score.
         # [B, ...]"""
         if isinstance(self._last, str):
             return None
@@ -157,7 +157,7 @@ def _make_last_layer(posterior: GaussianPosterior, structure: Structure, x: Any)
     ]  # the positions of [W b] in the posterior [O, I]
     for block in structure.parameter_blocks(subset):
         if not (block.places == rows[0, 0]).any():
-            continue  # without sorting
+            continue  # skip the block without sorting its places
         order = block.places.argsort()
         at = torch.searchsorted(block.places[order], rows).clamp(max=len(order) - 1)
         if (block.places[order][at] == rows).all():
@@ -189,7 +189,7 @@ def _inputs(network: nn.Module, last: LastLayer, x: Any) -> tuple[Tensor, Tensor
 
 
 def _layer_inputs(layer: LayerUse, calls: list[Call]) -> Tensor:
-    """With a one for the bias.  # [B, T, I]"""
+    """The layer's inputs, with a one for the bias if there is a bias.  # [B, T, I]"""
     a = layer.inputs(calls)
     assert a is not None  # the layer has a weight
     return a[0] if layer.bias is None else torch.cat([a[0], a.new_ones(*a.shape[1:3], 1)], -1)

@@ -47,7 +47,7 @@ from lightning_bayes.predictive.novelty import NoveltyScore, novelty_p
 from lightning_bayes.predictive.prediction import Prediction, TensorFields
 
 MANY = 64  # outputs per example above which the linearised network is sampled
-MANY_TOGETHER = 512  # the same for a batch that the network cannot split, over all examples
+MANY_TOGETHER = 512  # the same limit for all outputs of a batch that the network cannot split
 CHUNK = 2**21  # entries of the covariances of positions integrated at a time
 KEPT = 2**26  # bytes of draws kept in memory
 NEGLIGIBLE = 2.0**40  # a prior precision, exact in every dtype, that leaves only the plain network
@@ -105,7 +105,7 @@ class OutputLaw(TensorFields):
     mean: Tensor  # f(x; θ*) [B, ...]
     covariance: Tensor | None = None  # [B, C, C]
     draws: Tensor | FunctionDraws | None = None  # [S, B, ...]
-    linear: bool = True  # of the linearised network, whose mean is exact
+    linear: bool = True  # whether the outputs are those of the linearised network, whose mean is exact
 
     def tempered(self, T: float) -> OutputLaw:
         """The law of `f/T`."""
@@ -123,8 +123,8 @@ class OutputLaw(TensorFields):
         return self.covariance is None and self.draws is None
 
     def choose_link(self, likelihood: Likelihood, link: str | None) -> str:
-        """`link`, or by default the likelihood's first. Draws of the network itself have no closed form, and draws of a
-        classifier's outputs use "mc" by default."""
+        """`link`, or by default the likelihood's first link. Draws of the network itself have no closed form, and draws
+        of a classifier's outputs use "mc" by default."""
         if not self.linear or (link is None and self.draws is not None and likelihood.has_probs):
             return "mc"
         return likelihood.choose_link(link)
@@ -188,8 +188,8 @@ def output_laws(
     seed: int = 0,
     approximate: bool = False,
 ) -> list[OutputLaw]:
-    """The laws under several priors of one posterior, with common random numbers; for the linearised network in one
-    backward pass, whose covariances may share sums over groups of eigenvalues (`approximate`)."""
+    """The laws under several priors of one posterior, with common random numbers. The linearised network takes one
+    backward pass for all priors. With `approximate`, their covariances share sums over groups of eigenvalues."""
     is_gaussian = predictive.kind in ("glm", "gp") and not all(map(is_plain, posteriors))
     if is_gaussian and predictive.kind == "gp":
         mean, covariances = process_gaussian(posteriors, x)
@@ -213,7 +213,7 @@ def is_plain(posterior: GaussianPosterior) -> bool:
 
 def has_many_outputs(posterior: GaussianPosterior, x: Any) -> bool:
     x = inputs.contained(posterior.network, x)
-    if isinstance(x, inputs.WholeInput):  # each output takes a backward pass, a sample one pass for all outputs
+    if isinstance(x, inputs.WholeInput):  # each output takes a backward pass, but a sample takes one for all outputs
         return outputs(posterior, x).numel() > MANY_TOGETHER
     if (plan := posterior.plans.find(x)) is not None:
         return plan.n_outputs > MANY
@@ -270,7 +270,7 @@ class Integral:
 
     def over_draws(self, mean: Tensor, draws: Tensor | FunctionDraws) -> Predictive:
         """A closed form uses the exact mean of the outputs, and their covariances from the draws."""
-        # Variances of single outputs are not enough for a likelihood that couples them.
+        # Variances of single outputs are not enough for a likelihood that couples its outputs.
         if self.link == "mc" or self.likelihood.couples_outputs:
             return _mixture(self.likelihood, draws)
         pairs = self.link == "pairwise" and mean.ndim > 1
@@ -278,7 +278,7 @@ class Integral:
         sampled = _mixture(self.likelihood, draws, deviations.add)
         closed_form = replace(self, samples=0, generator=None)
         closed = (closed_form._by_position if pairs else closed_form._integrate)(mean, deviations.mean_square())
-        # If the closed form gives probabilities only, the draws give the shares of variance and entropy.
+        # If the closed form gives only probabilities, the draws give the epistemic and aleatoric parts.
         return sampled.with_mean(closed.mean) if closed.epistemic.isnan().all() else closed
 
     def _by_position(self, mean: Tensor, covariance: Tensor) -> Predictive:
@@ -345,8 +345,8 @@ def _mixture(
 
 
 class RunningMixture:
-    """The mean of the predictives at outputs that arrive one by one, by the law of total variance. For class labels, it
-    also has their mutual information with the outputs, `H[E[p]] − E[H[p]]`."""
+    """The mean of the predictives at outputs that arrive one by one, by the law of total variance. For classes, it also
+    computes the mutual information of label and outputs, `H[E[p]] − E[H[p]]`."""
 
     def __init__(self, likelihood: Likelihood) -> None:
         self._likelihood, self._moments = likelihood, RunningMoments()

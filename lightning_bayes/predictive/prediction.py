@@ -48,15 +48,15 @@ class Prediction(TensorFields):
 
     Classification has `probs` `[B, C, …]`, and yes/no labels have `probs` `[B, …]`, the probability of yes. A
     regression has the `mean` and `variance` (noise included) of a Gaussian, or, with `df` degrees of freedom, of a
-    Student-t with the same variance and heavier tails. All have the two sources of uncertainty per output (Kwon et al.
-    2020): `epistemic`, which more data would reduce, and `aleatoric`, which is in the data. They also have the
-    `entropy` of the predictive distribution and its epistemic part, the `mutual_information` of target and weights, in
-    nats per label or output.
+    Student-t with the same variance and heavier tails. All predictions have the two sources of uncertainty per output
+    (Kwon et al. 2020): `epistemic`, which more data would reduce, and `aleatoric`, which is in the data. They also have
+    the `entropy` of the predictive distribution and its epistemic part, the `mutual_information` of target and weights,
+    in nats per label or output.
 
     `novelty` `[B]` is the share of a weak prior's variance at the input that the data have not removed, and `novelty_p`
-    the share of held-out inputs that are at least as novel. For inputs like those, it is at most α with a probability
-    of at most α. The `energy` of classes, `−log Σ_c exp f_c` of the outputs (Liu et al. 2020), has the shape of the
-    entropy.
+    the share of held-out inputs that are at least as novel. If an input comes from the same distribution as the
+    held-out ones, `novelty_p ≤ α` has a probability of at most α. The `energy` of classes, `−log Σ_c exp f_c` of the
+    outputs (Liu et al. 2020), has the shape of the entropy.
 
     `prediction[examples]` selects examples by a number, a slice, a list or a mask; a number keeps the batch dimension.
     `Prediction.cat` joins the batches that `trainer.predict` returns.
@@ -191,13 +191,13 @@ class Prediction(TensorFields):
 
 
 def mean_of(prediction: Prediction) -> Tensor:
-    """The mean of the target: of real targets, or the probabilities.  # [B, …]"""
+    """The mean of real targets, or the probabilities of classes.  # [B, …]"""
     mean = prediction.mean if prediction.probs is None else prediction.probs
     assert mean is not None
     return mean
 
 
-torch.serialization.add_safe_globals([Prediction])  # so that torch.load(weights_only=True) reads saved ones
+torch.serialization.add_safe_globals([Prediction])  # so that torch.load(weights_only=True) reads saved predictions
 
 
 def real_targets(mean: Tensor, y: Tensor) -> Tensor:
