@@ -118,8 +118,7 @@ class L2MCallback(PosteriorCallback):
     def fit_now(self, trainer: Trainer, module: LightningModule) -> LaplacePosterior:
         """Read the optimizers of a running or finished `fit`, with the module's current weights as the mean."""
         self._module = module
-        # Count the last step now if another callback calls `fit_now` before this callback's hook
-        self._count_step(trainer, module)
+        self._count_step(trainer, module)  # another callback may call `fit_now` before this callback's hook runs
         if self._counts and not self._batches.steps:
             raise RuntimeError(
                 f"L2MCallback {self.name!r} has seen no optimizer step: add it to the callbacks of the "
@@ -193,8 +192,7 @@ class L2MCallback(PosteriorCallback):
             self._batches = EffectiveBatchSize(self.n_data or 0, global_step=trainer.global_step)
         self._resumed = False
         self._decay = longest_memory(trainer.optimizers, trainable(self.network_in(pl_module)))
-        # The checkpoint may have been written before this callback counted the last step
-        self._count_step(trainer, pl_module)
+        self._count_step(trainer, pl_module)  # the checkpoint may have been written before this callback's hook
         if self._method == "grid":
             data.check_validation(trainer)
         if not self._counts and not self._needs_evidence(trainer):
@@ -284,7 +282,7 @@ class EffectiveBatchSize:
 
     n_data: int = 0  # N, the number of examples that batches are drawn from
     n_targets: int = 0  # number of targets of one example, over which a mean loss averages too
-    loss_scale: float = 0.0  # the recognised scale of the first batch's loss; 0 if the default applies
+    loss_scale: float = 0.0  # the scale of the first batch's loss; 0 for the default
     global_step: int = 0
     waiting: int = 0  # batches since the last step
     waiting_inverse: float = 0.0  # Σ 1/b over the waiting batches

@@ -181,8 +181,7 @@ class LaplaceCallback(PosteriorCallback):
         if first_loader(val_dataloader) is not None:
             check_loader(first_loader(val_dataloader), "val_dataloader", "batches")
         if self.tune is not None and self.tune.method == "grid":
-            # Raises an error, before the pass, if there are no validation data
-            validation_pass(trainer, module, val_dataloader)
+            validation_pass(trainer, module, val_dataloader)  # raises an error now if there are no validation data
         self._posterior = posterior = self._fitted(trainer, module, dataloader, validation=val_dataloader)
         self._best_path = None
         self._report(trainer, posterior)
@@ -212,8 +211,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def _pass(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> LaplacePosterior:
         """The posterior of the module's current weights, not yet tuned or calibrated."""
-        # Batch norm statistics differ between processes. Checkpoints and DDP's next step use the statistics of rank
-        # zero.
+        # Batch norm statistics differ between processes. Checkpoints and DDP's next step use those of rank zero.
         share(list(module.buffers()))
         with fit_context(trainer, module):
             data = self._data.exact_pass(trainer, module, loader)

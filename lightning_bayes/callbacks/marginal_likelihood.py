@@ -126,7 +126,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         self._hyperparameters = Hyperparameters()
         self._best: BestEvidence | None = None
         self._numbers: dict[str, float] = {}  # the numbers that the last pass logged
-        self._refitted = 0  # the number of epochs that had been trained at the last refit
+        self._refitted = 0  # the number of epochs trained before that pass
         self._resumed = False
         scale = LossScale(self.name, self.likelihood, self.learning.loss_scale)
         prior = self.options.prior_precision, self._prior
@@ -182,8 +182,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         if tune:
             posterior = self._climb(trainer, posterior)
         numbers = describe(posterior, by_evidence=True)
-        # Evidence at the current weights, even for "linear", because predictions use these weights
-        evidence = numbers["log_evidence"]
+        evidence = numbers["log_evidence"]  # at the current weights, with which predictions are made
         if self.learning.method == "linear":
             numbers["linear_evidence"] = float(posterior.log_marginal_likelihood(at="optimum"))
         if self.learning.method == "mackay" and "noise_std" in numbers:
@@ -211,8 +210,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             at = "optimum" if learning.method == "linear" else "weights"
             tuned = ascend(posterior, learning.steps, learning.lr, at, learning.noise)
         δ, before = tuned.prior_precision.reshape(-1).tolist(), self._hyperparameters
-        # So that all processes have bitwise equal values
-        δ, ρ = trainer.strategy.broadcast((δ, _noise_of(tuned) / _noise_of(posterior)))
+        δ, ρ = trainer.strategy.broadcast((δ, _noise_of(tuned) / _noise_of(posterior)))  # bitwise equal everywhere
         learned = dict(zip(posterior.subset.layers, δ, strict=True))
         self._hyperparameters = Hyperparameters({**before.prior_precision, **learned}, before.noise * ρ)
         return tuned
@@ -470,8 +468,7 @@ class PriorGradient:
 
     def _priors(self, subset: Subset, learned: Hyperparameters) -> dict[str, float]:
         """`δ` of each parameter: the learned value, or the given value before any is learned."""
-        # Stored as Python numbers, because reading a tensor forces a device sync
-        if self._of_layers.keys() != set(subset.layers):
+        if self._of_layers.keys() != set(subset.layers):  # numbers, because reading a tensor forces a device sync
             given = as_precision(self._given, subset, torch.empty((), dtype=torch.float64, device="cpu"))
             self._of_layers = dict(zip(subset.layers, given.expand(len(subset.layers)).tolist(), strict=True))
         δ = {**self._of_layers, **learned.prior_precision}

@@ -239,7 +239,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _put_into(self, trainer: Trainer, checkpoints: list[CheckpointInfo]) -> None:
-        # Checkpoints that were written during training already store a posterior, but not its calibrations.
+        # Checkpoints that were written during training already store a posterior, without calibrations.
         super()._put_into(trainer, [checkpoint for checkpoint in checkpoints if not checkpoint.has_posterior])
         for checkpoint in checkpoints if self.posterior.calibrations else ():
             if checkpoint.has_posterior and checkpoint.in_memory:
@@ -250,8 +250,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
             return {**super().state_dict(), "memory": self._remembered}
         self._end_step()
         state = super().state_dict()
-        # During training, store the posterior of the current weights
-        if self._trainer is not None and self._module is not None:
+        if self._trainer is not None and self._module is not None:  # during training: the current weights
             state["posterior"] = self._memory.posterior(self.network_in(self._module), self.likelihood).state_dict()
         return {**state, "memory": self._memory.state()}
 
@@ -283,7 +282,7 @@ class SampledStep(ReplacedMethod):
         self._new = True
 
     def start(self) -> None:
-        @functools.wraps(self.original)  # Lightning inspects the arguments of the step
+        @functools.wraps(self.original)  # Lightning inspects its arguments
         def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             return self._run(batch, *args, **kwargs)
 

@@ -187,8 +187,7 @@ class SWAGCallback(PosteriorCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._data.epoch.count(batch_idx, trainer.is_last_batch)
         step, self._trained = trainer.global_step, None
-        # Add at the last batch rather than at the epoch's end, so that a checkpoint written after validation includes
-        # the snapshot.
+        # At the last batch, not at the epoch's end, so that a checkpoint after validation includes this snapshot.
         due = (
             step % self.every_n_steps == 0
             if self.every_n_steps is not None
