@@ -197,8 +197,7 @@ def weights_of(trainer: Trainer, module: LightningModule, path: str) -> Iterator
             raise CheckpointError(
                 f"the weights of {path} cannot be loaded, so it gets no posterior: {problem}"
             ) from error
-        # Rank zero has read the file, which other machines may not have
-        share([*module.parameters(), *module.buffers()])
+        share([*module.parameters(), *module.buffers()])  # other machines may not have the file
         yield
     finally:
         restore_tensors(module, saved)
@@ -225,7 +224,7 @@ def _read_or_warn(trainer: Trainer, path: str) -> dict[str, Any] | None:
         return None
     try:
         return _read(trainer, path)
-    except Exception as error:  # reading a damaged or foreign file may raise any error
+    except Exception as error:  # a damaged or foreign file may raise anything
         if is_out_of_memory(error):
             raise
         problem = first_line(error) or type(error).__name__
@@ -381,8 +380,7 @@ class SpawnResultFile:
         if not self._path.exists():
             return None
         content = torch.load(self._path, map_location="cpu", weights_only=True)
-        # Only the parent deletes the file, because processes that it launches later still read it
-        if os.getpid() == self._owner:
+        if os.getpid() == self._owner:  # processes that the parent launches later still read the file
             self.clear()
         return content
 

@@ -276,7 +276,7 @@ def _count_elements(loader: DataLoader[Any], indices: list[int]) -> int:
     """Count the dataset's elements; for graphs with targets on nodes, count labelled nodes."""
     if not indices or "torch_geometric" not in sys.modules:
         return len(indices)
-    with preserved_rng():  # reading the examples runs transforms, which may draw random numbers
+    with preserved_rng():  # a transform may draw random numbers
         if not is_graph(loader.dataset[indices[0]]):
             return len(indices)
         labelled = [labelled_nodes(loader.dataset[i], "train") for i in indices]
@@ -345,13 +345,12 @@ def loaders_of(owner: Any, module: LightningModule, trainer: Trainer | None) -> 
     with ExitStack() as stack:
         stack.enter_context(preserved_rng(module.device))
         copied = copy.copy(owner)  # `setup` may set attributes on the copy
-        # A shallow copy would share the dicts of layers and parameters with the user's module
-        if isinstance(copied, nn.Module):
+        if isinstance(copied, nn.Module):  # the copy must not share the dicts of its layers
             vars(copied).update({name: dict(vars(copied)[name]) for name in ("_modules", "_parameters", "_buffers")})
         for thing in (module, copied):
             stack.enter_context(attached(thing, trainer))
         if not _is_set_up(owner):
-            with processes.raising_together():  # one process prepares the data before the other processes read them
+            with processes.raising_together():  # one process prepares the data before the others read them
                 if processes.rank == 0:
                     copied.prepare_data()
             stack.callback(copied.teardown, "fit")

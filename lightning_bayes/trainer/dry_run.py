@@ -102,8 +102,7 @@ class DryRun:
     def compare(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> LossFit | None:
         """Before the backward pass: compare the loss with the likelihood. Returns None if no comparison is possible."""
         y, f, recorder, likelihood = self._y, self.f, self._recorder, self._callback.likelihood
-        # Variational mixins check their loss themselves
-        if y is None or not module.automatic_optimization or is_variational(module):
+        if y is None or not module.automatic_optimization or is_variational(module):  # the mixin compares its own loss
             return None
         # Lightning has divided the loss by the number of accumulated batches, and 16-bit precision has scaled it.
         scale = trainer.accumulate_grad_batches / gradient_scale(trainer)
@@ -144,8 +143,7 @@ def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tenso
     """The outputs in eval mode, and the modules that return this same tensor, starting with the network."""
     name = f"the network {path!r}" if path else f"the network {network_name(network)}"
     reader = OutputReader(network, x)
-    # Weak references, so that activations are not kept in memory
-    returned: list[tuple[nn.Module, weakref.ref[Tensor]]] = []
+    returned: list[tuple[nn.Module, weakref.ref[Tensor]]] = []  # weak, because activations need not be kept
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
         tensor = reader.select(module, output)
@@ -155,7 +153,7 @@ def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tenso
     with borrowed(network, ()), torch.no_grad(), _no_warnings(), register_module_forward_hook(record):
         try:
             f = inputs.call(network, x)
-        except Exception as error:  # the user's network may raise any error
+        except Exception as error:  # the user's network may raise anything
             if is_out_of_memory(error) or isinstance(error, OutputError):
                 raise
             shapes = ", ".join(str(list(t.shape)) for t in inputs.tensors(x))
@@ -177,8 +175,7 @@ def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tenso
     modules = {unwrap_output(network): None}
     for module, reference in reversed(returned):
         t = reference()
-        # The same memory, perhaps with another order of dimensions
-        if t is not None and t.data_ptr() == f.data_ptr() and t.numel() == f.numel():
+        if t is not None and t.data_ptr() == f.data_ptr() and t.numel() == f.numel():  # up to the order of dimensions
             modules[module] = None
     return f, [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
 
@@ -237,8 +234,7 @@ def _free_memory(device: torch.device) -> float:
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
-# Largest relative error of a matching gradient; 2e-2 for 16-bit outputs
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative error of a gradient; 2e-2 for 16-bit outputs
 _FLAT = 1e-3  # residuals below this size are mostly rounding: the gradients cannot be compared
 _FAR_OFF = 0.25  # largest relative error of a plausible loss value, which penalties, augmentation and noise also change
 SAME_SCALE = 0.01  # scales within this relative error count as equal
@@ -288,8 +284,7 @@ def compare_gradients(
         nll = total / len(used) / max(1, int(likelihood.n_targets(y)))
     if not (g.norm().isfinite() and r.norm().isfinite() and r.norm() * len(y) > _FLAT * r.numel() ** 0.5):
         return None
-    # The step may call the network several times, at samples of the weights, and average
-    c = float(g @ r / (r @ r)) * len(used)
+    c = float(g @ r / (r @ r)) * len(used)  # the loss averages over several calls, at samples of the weights
     deviation = (g - c / len(used) * r).norm() / g.norm()
     fits = c > 0 and bool(deviation <= _TOLERANCE.get(detached[0].dtype, 2e-2))
     return LossFit(float(loss.detach()) * scale, nll, c if fits else None, fits)

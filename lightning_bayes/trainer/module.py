@@ -86,8 +86,7 @@ class ReplacedMethod:
 
     def __init__(self, module: LightningModule, name: str) -> None:
         self._module, self._name = module, name
-        # The user's own method, if it is set on the instance and not in the class
-        self._on_instance = module.__dict__.get(name)
+        self._on_instance = module.__dict__.get(name)  # if the user has set one on the instance
         self.original: Callable[..., Any] = getattr(module, name)
 
     def install(self, method: Callable[..., Any]) -> None:

@@ -145,8 +145,7 @@ class PosteriorCallback(Callback):
         if plots:
             require_matplotlib()
         self._module: LightningModule | None = None  # the module of the last run or fit
-        # How to read the outputs; the first batch determines what the user left open
-        self._read_as = Output(use.network.output, use.network.class_dim)
+        self._read_as = Output(use.network.output, use.network.class_dim)  # completed by the first batch
         self._posterior: GaussianPosterior | None = None
         self._stored: dict[str, Any] | None = None  # the state from a checkpoint, until the module is known
         self._file = PosteriorFile(use.name, use.save)
@@ -267,7 +266,7 @@ class PosteriorCallback(Callback):
         self._has_trained = False
         if self.why_one and sum(isinstance(callback, type(self)) for callback in callbacks_of(trainer)) > 1:
             raise ValueError(f"{self.why_one}: give the Trainer one {type(self).__name__}")
-        network_of(pl_module, self.network.name)  # raises an error for a wrong name before training, not after it
+        network_of(pl_module, self.network.name)  # raise for a wrong name before training, not after it
         self._check_module(pl_module)
 
     def _check_module(self, module: LightningModule) -> None:
@@ -401,8 +400,7 @@ class PosteriorCallback(Callback):
             return
         problems = {callback: callback._why_unused(trainer) for callback in callbacks}
         callbacks = [callback for callback, problem in problems.items() if not problem]
-        # Without callbacks or a user's `predict_step`, nothing could be predicted
-        if not callbacks and is_default_predict_step(pl_module.predict_step):
+        if not callbacks and is_default_predict_step(pl_module.predict_step):  # nothing could run
             raise RuntimeError(problems[self])
         for callback, problem in problems.items():
             if problem:
@@ -454,8 +452,7 @@ class PosteriorCallback(Callback):
         if is_dev_run(trainer):
             return
         self._file.write(trainer, self.posterior)
-        # A checkpoint in one file cannot store sharded weights
-        if not is_sharded(inputs.whole_network(self.posterior.network)):
+        if not is_sharded(inputs.whole_network(self.posterior.network)):  # one file cannot store its weights
             self._put_into(trainer, self._list_checkpoints(trainer) if checkpoints is None else checkpoints)
 
     def _put_into(self, trainer: Trainer, checkpoints: list[CheckpointInfo]) -> None:
