@@ -71,16 +71,14 @@ class GaussianWeights:
     def __init__(self, module: LightningModule, options: VariationalOptions) -> None:
         self.module, self.options = module, options
         self.n_data = options.n_data  # N; None before training starts, if N must be counted
-        # How to read the outputs; the first batch determines what the user left open
-        self.read_as = Output(options.network.output, options.network.class_dim)
+        self.read_as = Output(options.network.output, options.network.class_dim)  # completed by the first batch
         self.draws = 0  # number of random draws so far
         self.called_vl_loss = False  # whether `vl_loss` was called in the current training step
         self.checks = StepChecks(module, options.likelihood)
         self.checked_kinks = False  # whether the module was searched for kinks in the current fit
         weights = self._candidates()
         stds, self.decayed = find_priors(options.prior_std, weights, self.network)
-        # The standard deviations s that are already known
-        self.prior_std = {name: s for name, s in stds.items() if name not in self.decayed}
+        self.prior_std = {name: s for name, s in stds.items() if name not in self.decayed}  # the known s
         start = {name: math.log(s) - BELOW_PRIOR for name, s in stds.items()}
         self.log_sigma = LogSigma({n: torch.full_like(p.detach(), start[n]) for n, p in weights.items()})
 
@@ -139,8 +137,7 @@ class GaussianWeights:
         network = wrap_output(uncompiled(self.network), self.read_as)
         log_σ = {id(μ): l for μ, l in self.pairs().values()}
         weights = {name: p for name, p in network.named_parameters() if id(p) in log_σ}
-        # Tensors made in inference mode could not be used with gradients later
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be differentiated later
             mean = torch.cat([widen(p.detach()).reshape(-1) for p in weights.values()])
             precision = torch.cat([(-2 * widen(log_σ[id(p)].detach())).exp().reshape(-1) for p in weights.values()])
             return GaussianPosterior(
@@ -220,8 +217,7 @@ class GaussianWeights:
         pairs = self.pairs()
         decayed = {name: pairs[name][0] for name in self.decayed if name in pairs}
         others = set(self.module.parameters()) - set(decayed.values()) - set(self.log_sigma.parameters())
-        # Weights whose prior is known from a checkpoint or an earlier fit
-        known = {name for name in decayed if name in self.prior_std}
+        known = {name for name in decayed if name in self.prior_std}  # from a checkpoint or an earlier fit
         prior_std = from_weight_decay(trainer.optimizers, decayed, others, self.n_data, known)
         with torch.no_grad():
             for name in prior_std.keys() - known:

@@ -78,8 +78,7 @@ class LogSigmaMultiplierMixin(MixinBase):
         # `load_from_checkpoint` finds the multiplier here, even if the user's module saves no hyperparameters.
         self.hparams["log_sigma_multiplier"] = self.log_sigma_multiplier
         if hasattr(self, "log_sigma"):
-            # Raises an error for a wrong pattern now, not when training starts
-            multipliers(self.log_sigma_multiplier, self.log_sigma.keys())
+            multipliers(self.log_sigma_multiplier, self.log_sigma.keys())  # raise for a wrong pattern now
 
     def on_fit_start(self) -> None:
         _split_groups(self, self.log_sigma_multiplier)
@@ -92,8 +91,7 @@ class LogSigmaMultiplierMixin(MixinBase):
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         super().lr_scheduler_step(scheduler, metric)
-        # Not only before steps, because learning-rate monitors read the rates in between
-        keep_ratio(scheduler.optimizer)
+        keep_ratio(scheduler.optimizer)  # also between steps, because monitors read the learning rates
 
 
 def multipliers(given: float | Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
@@ -213,8 +211,7 @@ def _split_off(group: dict[str, Any], index: int, multipliers: Mapping[Tensor, f
         new = {key: deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
         new.update({key: m * new[key] for key in _RATES if key in new})
         if "weight_decay" in new:
-            # The KL divergence pulls log σ to the prior; weight decay would pull log σ to 0, that is σ to 1
-            new["weight_decay"] = 0.0
+            new["weight_decay"] = 0.0  # the KL pulls log σ to the prior; decay would pull it to σ = 1
         new_groups.append({**new, "params": parameters, MULTIPLIER: m, PARENT: index, BOUND: 0.0})
     return new_groups
 

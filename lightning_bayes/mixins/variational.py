@@ -221,8 +221,7 @@ class VariationalCallback(PosteriorCallback):
             and unwrap_output(before.network) is unwrap_output(now.network)
             and (before.subset.names, before.device) == (now.subset.names, now.device)
         ):
-            # Reuse the plans for predictions, which do not depend on the values of the weights
-            now = replace(now, plans=before.plans)
+            now = replace(now, plans=before.plans)  # plans do not depend on the weights' values
         self._posterior = now
         return now
 

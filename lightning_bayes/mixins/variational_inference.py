@@ -151,8 +151,7 @@ class LocalReparameterization:
         self._drawn: dict[nn.Module, list[Tensor]] = {}  # the generator's state before each draw for a layer
         self._over = False
         self._seen: set[nn.Parameter] = set()
-        # Weights of layers that were called several times and then repeated by activation checkpointing
-        self.confused: set[nn.Parameter] = set()
+        self.confused: set[nn.Parameter] = set()  # weights of layers with several calls, one of which was repeated
 
     def __enter__(self) -> LocalReparameterization:
         for layer in self._network.modules():
