@@ -80,8 +80,7 @@ class BlockDiagonal(Structure):
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         if self._is_in_graph:
             return super().sample(n, generator)
-        # Reused for the result, because allocating new memory would cost as much as a rotation
-        noise = self._noise(n, generator)
+        noise = self._noise(n, generator)  # overwritten below, because allocation would cost as much as a rotation
         self._each(lambda block, at: at.scatter(block.root_solve(at.gather(noise)), noise), self.layouts)
         return noise
 

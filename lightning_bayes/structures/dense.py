@@ -106,8 +106,7 @@ class Dense(Structure):
             values, Q = self._eigen
             return (vectors @ Q * cast_like(positive(values).rsqrt(), Q)) @ Q.mT
         if not (torch.as_tensor(self.shift) != 0).any():
-            # Raises an error for a singular matrix, for which a Cholesky decomposition might succeed
-            positive(self._eigen[0])
+            positive(self._eigen[0])  # a Cholesky decomposition may succeed for a singular matrix
         rows = in_float64(vectors.reshape(-1, self.size))
         solved = torch.linalg.solve_triangular(self._cholesky, rows, upper=False, left=False)
         return cast_like(solved.reshape(vectors.shape), vectors)

@@ -48,8 +48,7 @@ PAIRS = 2**21  # bytes of products of pairs of positions that are computed at a 
 MEMORY = 2**25  # bytes per step of a product with the columns of V
 LEFT_WIDTH, RIGHT_WIDTH = 1.0, 0.7  # the widths of groups of eigenvalues, on a log scale
 NEGLIGIBLE = 0.01  # eigenvalues below this share of the prior precision form one group
-# Rotates a tensor into an eigenbasis, along the given one of the last two dimensions
-Rotation = Callable[[Tensor, int], Tensor]
+Rotation = Callable[[Tensor, int], Tensor]  # into an eigenbasis, along one of the last two dimensions
 
 
 class CovarianceForm:
@@ -158,8 +157,7 @@ def _by_pairs(variances: Sequence[Tensor], a: Tensor, g: Tensor, form: Covarianc
             pairs = inputs[:, :, t:] * inputs[:, :, t : t + 1]  # [G, b, u, I]
             if tail > 1:
                 pairs = torch.cat([pairs[..., :-tail], pairs[..., -tail:].sum(-1, keepdim=True)], -1)
-            # Twice for u > t: the pairs (t, u) and (u, t)
-            twice = torch.cat([pairs[:, :, :1], 2 * pairs[:, :, 1:]], 2).flatten(1, 2)
+            twice = torch.cat([pairs[:, :, :1], 2 * pairs[:, :, 1:]], 2).flatten(1, 2)  # (t, u) and (u, t)
             for n, W in enumerate(variances):
                 S = (twice @ W.mT).unflatten(1, pairs.shape[1:3])  # [G, b, u, O]
                 weighted = (gradients[:, :, t:] * S.unsqueeze(3)).sum(2)  # [G, b, K, O]
@@ -185,8 +183,7 @@ def _by_jacobian(
     outputs = O if left is not None else max(1, PIECE // (G * K * I * a.element_size()))
     in_graph = torch.is_grad_enabled() and any(t.requires_grad for t in (a, g, *variances))
     roots = [W.sqrt() for W in variances]
-    # This memory is reused, because allocating it would cost more than scaling it
-    product_of_piece: Tensor | None = None
+    product_of_piece: Tensor | None = None  # its memory is reused: allocation would cost more than the scaling
     for start, low in product(range(0, B, examples), range(0, O, outputs)):
         part, units = slice(start, start + examples), slice(low, low + outputs)
         gradient = g[:, :, part, :, units].permute(1, 2, 0, 4, 3)  # [G, b, K, o, T]
