@@ -5,7 +5,7 @@ outputs of the network; its Jacobian is `J = Σ_t g aᵀ`. If `P⁻¹ = (Q_G ⊗
 `g̃ = g Q_G`, and `J̃ = Σ_t g̃ ãᵀ = Q_Gᵀ J Q_A`. Two paths give the same sum over `o` and `i`:
 
     pairs of positions    S_tuo = Σ_i ã_ti ã_ui W_oi,    Σ_kl = Σ_tuo g̃_kto S_tuo g̃_luo,
-    the Jacobian          Σ_kl = Σ_oi J̃_koi W_oi J̃_loi,
+    the Jacobian          Σ_kl = Σ_oi J̃_koi W_oi J̃_loi.
 
 The first path is one matrix product of `T(T + 1)/2` rows. The second path builds `J̃` for a few examples at a time.
 They cost `T(T + 1)/2` and `KT + K²` multiplications per weight.
