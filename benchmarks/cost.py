@@ -1,8 +1,9 @@
 """What a Laplace posterior costs on common networks: fit, tuning, prediction, and prediction with weight samples.
 
 A fit is measured in plain training epochs of the same images; tuning and prediction are measured in forward passes of
-them. The estimate of `subset="auto"` is compared with measured predictions of six kinds of networks; 1 is a perfect
-estimate. Networks of torchvision, timm and transformers are measured if these are installed.
+them, and `trainer.test` with the default callback in tests without it. The estimate of `subset="auto"` is compared with
+measured predictions of six kinds of networks; 1 is a perfect estimate. Networks of torchvision, timm and transformers
+are measured if these are installed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import networks
 from benchmarks.isolate import Job
@@ -22,9 +24,15 @@ from benchmarks.measure import Result, side_by_side
 from benchmarks.rows import OURS
 
 TITLE = "What it costs"
-IMAGES, BATCH, FEW = 256, 64, 16  # images in a fit, in a prediction, and in a prediction with 1,000 classes
-MOST = {"fit": 5.0, "tune": 80.0, "predict": 40.0, "bnn": 400.0}  # targets for a ResNet-18 with all weights
-SUBSETS = ("all", "last_layer")
+IMAGES, BATCH = 256, 64  # images in a fit, and in a prediction
+CASES = ("10 classes/last_layer", "1000 classes/last_layer", "10 classes/all")
+STAGES = {"fit": "plain epochs", "tune": "forward passes", "predict": "forward passes", "bnn": "forward passes"}
+MOST = {  # targets for a ResNet-18
+    "10 classes/last_layer/fit": 5.0,
+    "10 classes/all/tune": 80.0,
+    "10 classes/all/predict": 40.0,
+    "10 classes/all/bnn": 400.0,
+}
 
 
 def resnet18(classes: int) -> nn.Module:
@@ -97,20 +105,17 @@ KINDS: dict[str, tuple[Make, tuple[int, ...]]] = {  # kinds of networks to estim
 def jobs(quick: bool) -> list[Job]:
     queue = []
     for name, (package, _, _) in NETWORKS.items():
-        for classes in (10, 1000) if find_spec(package) else ():
-            for subset in SUBSETS:
-                for stage in MOST:
-                    arguments = {"network": name, "classes": classes, "subset": subset, "stage": stage, "quick": quick}
-                    case = f"cost/{name}/{classes} classes/{subset}/{stage}/{OURS}"
-                    job = Job(
-                        case,
-                        measure,
-                        arguments,
-                        unit="plain epochs" if stage == "fit" else "forward passes",
-                        seconds=300,
-                    )
-                    to_reach = MOST.get(stage) if (name, classes, subset) == ("ResNet-18", 10, "all") else None
-                    queue.append(replace(job, most=to_reach, default=False))
+        is_shown = name == "ResNet-18"  # in the documentation
+        for case in CASES if find_spec(package) else ():
+            classes, subset = case.split(" classes/")
+            seconds = (60 if subset == "all" else 30) if is_shown else 300
+            for stage, unit in STAGES.items():
+                arguments = {"network": name, "classes": int(classes), "subset": subset, "stage": stage, "quick": quick}
+                job = Job(f"cost/{name}/{case}/{stage}/{OURS}", measure, arguments, unit=unit, seconds=seconds)
+                queue.append(replace(job, most=MOST.get(f"{case}/{stage}") if is_shown else None, default=False))
+    if find_spec("torchvision"):
+        name, unit = f"cost/ResNet-18/10 classes/trainer.test/{OURS}", "tests without the callback"
+        queue.append(Job(name, measure_test, {"quick": quick}, unit=unit, most=5.0, seconds=40, default=False))
     for name in KINDS:
         arguments = {"network": name, "quick": quick}
         job = Job(f"cost/estimate/{name}/{OURS}", measure_estimate, arguments, unit="of the measured", value="estimate")
@@ -132,7 +137,7 @@ def measure(network: str, classes: int, subset: str, stage: str, quick: bool) ->
     _, make, shape = NETWORKS[network]
     torch.manual_seed(0)
     net = make(classes).eval()
-    size = 2 if quick else FEW if classes > 100 else BATCH
+    size = 2 if quick else BATCH
     data = [_batch(shape, classes, size) for _ in range(1 if quick else IMAGES // size)]
     fit = partial(fit_laplace, net, data, subset=subset, prior_precision=10.0)
     if stage == "fit":
@@ -141,11 +146,46 @@ def measure(network: str, classes: int, subset: str, stage: str, quick: bool) ->
     posterior, (x, _) = fit(), data[0]
     held_out = [_batch(shape, classes, size)]
     works: dict[str, Callable[[], Any]] = {
-        "tune": lambda: posterior.tune_prior("grid", held_out),
+        "tune": lambda: posterior.tune_prior("auto", held_out),
         "predict": lambda: posterior.predict(x, GLM()),
         "bnn": lambda: posterior.predict(x, BNN(samples=2 if quick else 100)),
     }
     return side_by_side(lambda: works[stage], partial(_forward, net, x), 1 if quick else 3)
+
+
+def measure_test(quick: bool) -> Result:
+    import lightning.pytorch as pl
+
+    from lightning_bayes import LaplaceCallback
+
+    class Classifier(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = resnet18(10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.network(x)
+
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+            return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+        def test_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+            self.log("loss", self.training_step(batch, index))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    torch.manual_seed(0)
+    size, n = (4, 2) if quick else (BATCH, 8)
+    train, test_data = (DataLoader(TensorDataset(*_batch((3, 32, 32), 10, k * size)), size) for k in (n // 2, n))
+    module, callback = Classifier(), LaplaceCallback("classification", progress=False)
+    parts = ("logger", "progress_bar", "checkpointing", "model_summary")
+    quiet: Any = {part if part == "logger" else f"enable_{part}": False for part in parts}
+    ours = pl.Trainer(max_epochs=1, callbacks=[callback], accelerator="cpu", **quiet)
+    ours.fit(module, train, train)
+    plain = pl.Trainer(accelerator="cpu", **quiet)
+    test = partial(ours.test, module, test_data, verbose=False)
+    return side_by_side(lambda: test, partial(plain.test, module, test_data, verbose=False), 1 if quick else 5)
 
 
 def measure_estimate(network: str, quick: bool) -> Result:

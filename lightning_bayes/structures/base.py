@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from math import prod
@@ -26,6 +27,7 @@ from lightning_bayes.network.subset import Subset
 from lightning_bayes.structures.factor import Factor
 from lightning_bayes.structures.output_covariance import CovarianceForm, layer_jacobian
 
+PART = 2**20  # numbers drawn by one thread
 Self = TypeVar("Self", bound="Structure")
 T = TypeVar("T")
 
@@ -269,9 +271,21 @@ class Structure(ABC):
         return self.root_solve(self._noise(n, generator))
 
     def _noise(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """# [n, P]"""
+        """PyTorch draws in one thread, so parts of much noise have own generators, seeded by this one.  # [n, P]"""
         device = self.device if generator is None else generator.device
-        noise = torch.randn(n, self.size, generator=generator, device=device, dtype=self.dtype)
+        if device.type != "cpu" or n * self.size <= PART:
+            noise = torch.randn(n, self.size, generator=generator, device=device, dtype=self.dtype)
+            return noise.to(self.device)
+        with torch.inference_mode(False):  # threads may not write to inference tensors
+            noise = torch.empty(n, self.size, dtype=self.dtype, device=device)
+            parts = noise.flatten().split(PART)
+        seed = int(torch.randint(2**32, (), generator=generator, device=device))
+
+        def fill(i: int) -> None:
+            parts[i].normal_(generator=torch.Generator(device).manual_seed(seed + i))
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(fill, range(len(parts))))
         return noise.to(self.device)
 
     def quadratic(self, J: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from lightning_bayes.structures.output_covariance import (
 )
 
 NARROW = 64  # with at most this many columns, fewer multiplications save no time
-ROUNDING = 2**10  # draws ignore eigenvalues below this number times eps times the prior precision
+NEGLIGIBLE = 2**13  # times eps: draws ignore smaller λμ/δ, which in float32 changes standard deviations by up to .0005
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +200,7 @@ class Kronecker(Structure):
         left, right, δ = self.left, self.right, torch.as_tensor(self.shift).to(self.left.values)
         if left.vectors is None or right.vectors is None or δ.ndim or not δ > 0 or self._is_in_graph:
             return None
-        seen = (self.products > ROUNDING * torch.finfo(δ.dtype).eps * δ).any(0)  # [O, I]
+        seen = (self.products > NEGLIGIBLE * torch.finfo(δ.dtype).eps * δ).any(0)  # [O, I]
         columns = _most_first(seen.sum(0))
         numbers = torch.arange(1, len(columns) + 1, device=seen.device)
         widths = (seen[:, columns] * numbers).amax(1) if len(columns) else seen.sum(1)
@@ -316,9 +316,9 @@ class Kronecker(Structure):
 
 @dataclass(frozen=True, eq=False)
 class PartialRoot:
-    """`Σ (E_G ⊗ E_A) diag(c) (E_G ⊗ E_A)ᵀ + δ^(-1/2) I` with `c = (λμ + δ)^(-1/2) − δ^(-1/2)`. Products `λμ` below the
-    rounding of `δ` count as zero. Each step of the sum takes those eigenvectors `E_G` that are paired with about the
-    same number of eigenvectors `E_A`: equal up to a factor of two, or at most `NARROW`."""
+    """`Σ (E_G ⊗ E_A) diag(c) (E_G ⊗ E_A)ᵀ + δ^(-1/2) I` with `c = (λμ + δ)^(-1/2) − δ^(-1/2)`. A `λμ` that is
+    negligible beside `δ` counts as zero. Each step of the sum takes those eigenvectors `E_G` that are paired with about
+    the same number of eigenvectors `E_A`: equal up to a factor of two, or at most `NARROW`."""
 
     steps: tuple[tuple[Tensor, Tensor, Tensor], ...]  # E_G [g, O, r], E_A [g, I, k] and c [g, r, k]
     inputs: Tensor | None  # coordinates where the E_A are not zero; None if most coordinates are

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, addmm_flop, baddbmm_flop
 
 from lightning_bayes import fit_laplace
 from lightning_bayes.curvature import choose_subset
@@ -83,6 +83,7 @@ def recurrent() -> tuple[nn.Module, Tensor]:
     return Recurrent(), torch.randn(64, 5, 6)
 
 
+IN_PLACE = {torch.ops.aten.addmm_: addmm_flop, torch.ops.aten.baddbmm_: baddbmm_flop}  # not counted by default
 NETWORKS = [mlp, cnn, attention, partial(blocks, 1), partial(blocks, 8), recurrent]
 
 
@@ -100,6 +101,23 @@ def test_counted_multiplications_of_a_prediction_are_within_a_factor_of_two(make
         plan = make_plan(network, x, subset)
         work = count_work(network, x, plan, plan.n_outputs, activation=0)
     estimated = work.forward + sum(work.predict.values())
+    assert 0.5 <= estimated / counted <= 2
+
+
+@pytest.mark.parametrize("make", NETWORKS, ids=["mlp", "cnn", "attention", "resnet", "mobilenet", "recurrent"])
+def test_counted_multiplications_of_a_fit_are_within_a_factor_of_two(make: object) -> None:
+    network, x = make()  # type: ignore[operator]
+    data = [(x, torch.randint(4, (len(x),)))]
+    fit_laplace(network, data)  # traces the network
+    with FlopCounterMode(display=False) as counter:
+        counter.flop_registry.update(IN_PLACE)
+        fit_laplace(network, data)
+    counted = counter.get_total_flops() / (2 * len(x))  # without eigendecompositions
+    subset = choose_subset(network, x, "all")
+    with borrowed(network, subset.names):
+        plan = make_plan(network, x, subset)
+        work = count_work(network, x, plan, plan.n_outputs, activation=0)
+    estimated = work.forward + sum(work.fit.values())
     assert 0.5 <= estimated / counted <= 2
 
 

@@ -21,6 +21,7 @@ from lightning_bayes.structures import (
     LowRank,
     RowSpace,
     Structure,
+    base,
     kronecker,
     output_covariance,
 )
@@ -247,7 +248,7 @@ def test_root_solve_leaves_directions_below_the_prior_alone(kind: str, monkeypat
     monkeypatch.setattr(kronecker, "NARROW", 1)
     g, O, I = 2 if kind == "groups" else 1, 6, 8
     λ, μ = (torch.logspace(-40, 2, n, dtype=F64).expand(g, n).clone() for n in (O, I))
-    λ[:, :4], λ[:, 4], μ[:, 5:7] = 0, 2e-15, 3  # two eigenspaces, and one that meets only the largest μ
+    λ[:, :4], λ[:, 4], μ[:, 5:7] = 0, 1.6e-14, 3  # two eigenspaces, and one that meets only the largest μ
     Q_G, Q_A = (torch.linalg.qr(random(g, n, n, seed=n))[0] for n in (O, I))
     if kind == "dead inputs":  # the last three
         Q_A = torch.block_diag(torch.eye(3, dtype=F64), torch.linalg.qr(random(5, 5, seed=59))[0])
@@ -271,6 +272,18 @@ def test_root_solve_leaves_directions_below_the_prior_alone(kind: str, monkeypat
     noise = random(3, M.size, seed=57)
     torch.testing.assert_close(M.root_solve(noise), noise @ (Q * values.rsqrt()) @ Q.mT, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(block(*turned).root_solve(noise), M.root_solve(noise), rtol=1e-9, atol=1e-10)
+
+
+def test_what_draws_in_float32_leave_out_changes_a_standard_deviation_by_less_than_a_thousandth() -> None:
+    λ, μ = torch.logspace(-8, 2, 30, dtype=F64).unsqueeze(0), torch.logspace(-6, 2, 40, dtype=F64).unsqueeze(0)
+    Q_G, Q_A = (torch.linalg.qr(random(1, n, n, seed=n))[0] for n in (30, 40))
+    M = Kronecker(Factor(Q_G, λ), Factor(Q_A, μ), shift=0.5)
+    draws = M.to(dtype=torch.float32)
+    assert draws._partial_root is not None
+    exact, noise = M.values.rsqrt(), random(20, M.size, seed=60)
+    change = draws.rotate(draws.root_solve(noise.float())).double() - exact * M.rotate(noise)
+    deviations = change.abs() / (exact * M.rotate(noise)).abs().clamp(min=1e-2)
+    assert 1e-4 < deviations.median(0).values.max() < 1e-3
 
 
 def test_the_terms_of_an_inverse_add_up_to_it(M: Structure) -> None:
@@ -332,6 +345,23 @@ def test_samples_have_the_inverse_as_covariance(M: Structure) -> None:
 def test_sample_is_the_root_applied_to_the_generators_noise(M: Structure) -> None:
     noise = torch.randn(5, M.size, generator=torch.Generator().manual_seed(3), dtype=F64)
     torch.testing.assert_close(M.sample(5, torch.Generator().manual_seed(3)), M.root_solve(noise))
+
+
+def test_much_noise_depends_on_the_seed_alone_and_is_normal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "PART", 1000)
+    M, threads = Diagonal(torch.ones(7_300, dtype=F64)), torch.get_num_threads()
+    draws = []
+    for n in (1, 3):
+        torch.set_num_threads(n)
+        with torch.inference_mode(n == 3):
+            draws.append(M.sample(2, torch.Generator().manual_seed(5)))
+    torch.set_num_threads(threads)
+    assert torch.equal(*draws)
+    assert M.sample(2).shape == draws[0].shape
+    numbers = draws[0].flatten().sort().values  # Kolmogorov–Smirnov at a level of 1e-4
+    uniform = 0.5 * (1 + torch.erf(numbers / 2**0.5))
+    assert (uniform - torch.linspace(0, 1, len(uniform), dtype=F64)).abs().max() < 2.23 / len(uniform) ** 0.5
+    assert len(numbers.unique()) == len(numbers)
 
 
 def test_sample_with_a_generator_leaves_the_global_random_state(M: Structure) -> None:
