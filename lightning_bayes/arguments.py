@@ -1,5 +1,5 @@
-"""Argument checks. Each returns the value, or raises an error that names the argument and says what it accepts. This
-module also reads options from words and mappings.
+"""Argument checks. Each check returns the value, or raises an error that names the argument and says which values it
+accepts. This module also reads options from words and mappings.
 
 The module needs only Python, so every layer can use it. `name` is the name of the argument, `error` the exception type.
 """
@@ -157,8 +157,8 @@ def plain_values(value: Any) -> Any:
 
 
 def resolve_option(name: str, value: Any, kinds: Mapping[str, type[T]]) -> T:
-    """Convert an argument to an option of one of `kinds`. It is an option already, a word, or the result of
-    `to_plain`."""
+    """Convert an argument to an option of one of `kinds`. The argument is an option already, a word, or a dictionary
+    from `to_plain`."""
     if type(value) in kinds.values():
         return value
     if isinstance(value, Mapping):

@@ -64,7 +64,7 @@ def post_hoc(run: Run, digits: Digits) -> LaplacePosterior:
 
 
 def online(run: Run, digits: Digits) -> LaplacePosterior:
-    """The memory spans about 100 steps, four epochs, and starts with one unit of curvature per image."""
+    """The curvature memory spans about 100 steps, or four epochs. It starts at one unit of curvature per image."""
     words = {"memory_factor": 0.01, "memory": Memory(initial_curvature=800.0)}
     callback = OnlineLaplaceCallback(Gaussian(NOISE), hessian="approx", calibrate=None, **words)
     train(run, digits, callback)

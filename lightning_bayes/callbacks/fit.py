@@ -1,7 +1,7 @@
 """`fit`: fit a posterior to an already trained module, in one line.
 
-It is the posterior that `LaplaceCallback` would have fitted at the end of training: one exact pass over the training
-data, then prior and temperature chosen on the validation data, if there are any.
+The posterior is the one that `LaplaceCallback` would have fitted at the end of training, in one exact pass over the
+training data. The prior and the temperature are then chosen on the validation data, if there are any.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def fit(
         module: a LightningModule with its trained weights, a plain network, or a Trainer that has run with a module.
         datamodule: a data module, which need not be set up, or a loader of training batches; by default the
             Trainer's last data, or the module's own `train_dataloader`.
-        val_dataloader: held-out batches that choose prior and temperature; by default those of `datamodule`.
+        val_dataloader: held-out batches on which prior and temperature are chosen; by default the validation batches of
+            `datamodule`.
         likelihood: as in `LaplaceCallback`.
         trainer: a Trainer that will test or predict with the posterior; the fit runs on its device.
         options: further arguments of `LaplaceCallback`.
@@ -103,7 +104,7 @@ def fit(
 
 
 class _PlainNetwork(LightningModule):
-    """A plain network as a module; its batches are those that `fit_laplace` takes."""
+    """A LightningModule around a plain network. It takes the same batches as `fit_laplace`."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -111,12 +112,14 @@ class _PlainNetwork(LightningModule):
         self.train(network.training).to(inputs.device_of(network))
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return a pair. Graphs are not split, because their nodes have different targets in each stage."""
+        """Split a batch into the pair `(x, y)`. Graphs are not split, because their nodes have different targets in
+        each stage."""
         return batch if adapters.is_graph(batch) else inputs.split(self.net, batch)
 
 
 def _as_loader(batches: Any) -> Any:
-    """A list contains batches, as for `fit_laplace`; a Trainer would expect loaders in it."""
+    """Wrap a list of batches, which `fit_laplace` accepts, in a DataLoader: a Trainer would read it as a list of
+    loaders."""
     return DataLoader(batches, batch_size=None) if isinstance(batches, (list, tuple)) else batches  # type: ignore[arg-type]
 
 

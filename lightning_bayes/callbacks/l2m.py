@@ -7,14 +7,14 @@ for batches of `B` of `N` examples and a loss of `c` times the mean negative log
 `lightning_bayes.posterior.moments`. There is no pass over the data: the callback counts `N` and `B` and recognises `c`
 during training, and reads the optimizer's buffers at the end, or when `fit_now` is called.
 
-A step uses `Σ wᵢ gᵢ`, over examples that were drawn without replacement from `N`. At the optimum its square is on
-average
+A step uses `Σ wᵢ gᵢ`, over examples that were drawn without replacement from `N`. At the optimum, the average of the
+square of this gradient is
 
     (N·Σ wᵢ² − (Σ wᵢ)²) · S²/(N − 1),
 
 where `N·S²` is the diagonal of the centred empirical Fisher. A batch of `B` has `wᵢ = 1/B`, which gives
-`S²/B · (N − B)/(N − 1)`. Batches of different sizes, or several accumulated ones, count as the `B` that has the same
-average over the steps that the optimizer remembers.
+`S²/B · (N − B)/(N − 1)`. If batches differ in size or gradients are accumulated, `B` is the batch size that would give
+the same average of `N·Σ wᵢ² − (Σ wᵢ)²` over the steps that the optimizer remembers.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class L2MCallback(PosteriorCallback):
         scaling: "dataset", the curvature of the dataset's log-likelihood, or "paper", `v̂ + δ + ε` without scaling.
         prior_precision: a number, or one per layer; None takes the optimizer's weight decay.
         prior: `Prior(mean=…)`, the mean of the prior when the evidence tunes it.
-        loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. The default fits torch's
-            losses, which average over all targets of an example: `1/C`, and `2σ²/C` for the mean squared error. The
-            first batch's loss is compared with it: a sum over targets or half the squared error is recognised, and any
-            other scale gives a warning.
-        n_data: examples in the training data; None counts them.
+        loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. The default matches torch's
+            losses, which average over all `C` targets of an example: `1/C`, and `2σ²/C` for the mean squared error. On
+            the first batch, the measured scale is compared with the default: a sum over targets or half the squared
+            error is recognised, and any other scale gives a warning.
+        n_data: the number of training examples; None counts them.
 
         tune: how to choose the prior at the end: "auto" (on the first validation dataloader; without one the weight
             decay stays), "marglik" or "mackay", which make one forward pass over the training data for their
@@ -127,7 +127,8 @@ class L2MCallback(PosteriorCallback):
         reshard(module)
         tuned = self.prior_precision is None and self._method not in (None, "auto")
         with warnings.catch_warnings():
-            if self._method == "auto" and trainer.val_dataloaders is not None:  # validation data replace weight decay
+            # The validation data choose the prior, so missing weight decay is fine
+            if self._method == "auto" and trainer.val_dataloaders is not None:
                 warnings.filterwarnings("ignore", "the optimizer has no weight decay")
             network = self.network_in(module)
             posterior = fit_l2m(
@@ -172,7 +173,7 @@ class L2MCallback(PosteriorCallback):
         super().on_fit_start(trainer, pl_module)
         network = self.network_in(pl_module)
         check_optimizers(trainer.optimizers, trainable(network))
-        self._prior.read(network)  # raises for a missing file
+        self._prior.read(network)  # raises an error if the file of the prior is missing
         if is_sharded(network) and self.predictive.is_linear:
             raise RuntimeError(f"predictive='glm' {NEEDS_WHOLE}: use predictive='bnn' or 'map'")
         if is_sharded(network) and self._method not in (None, "auto"):
@@ -231,7 +232,8 @@ class L2MCallback(PosteriorCallback):
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._count_step(trainer, pl_module)
-        if self._batches.steps == 1 and data.replicas(trainer) == 1:  # a graph in a batch is many nodes
+        # Only now is the batch size in examples known for graphs, whose examples are nodes
+        if self._batches.steps == 1 and data.replicas(trainer) == 1:
             fisher_factor(self._batches.n_data, self._batches.size)
 
     def _count_step(self, trainer: Trainer, module: LightningModule) -> None:
@@ -244,7 +246,8 @@ class L2MCallback(PosteriorCallback):
         return self._counts and self.loss_scale is None
 
     def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
-        """Learn the scale of the loss, whose square the second moment contains; the paper's form ignores it."""
+        """Learn the scale of the loss. The second moment contains its square, which `scaling="dataset"` divides out and
+        `scaling="paper"` ignores."""
         if not self._counts:
             return
         super().judge_loss(fit, outputs)
@@ -278,30 +281,30 @@ class EffectiveBatchSize:
     """Counts the batches and examples of each step, in plain numbers that a checkpoint can store."""
 
     n_data: int = 0  # N, the number of examples that batches are drawn from
-    n_targets: int = 0  # targets of one example; a mean loss averages over them too
+    n_targets: int = 0  # number of targets of one example, over which a mean loss averages too
     loss_scale: float = 0.0  # the scale of the first batch's loss; 0 for the default
     global_step: int = 0
     waiting: int = 0  # batches since the last step
     waiting_inverse: float = 0.0  # Σ 1/b over the waiting batches
-    steps: float = 0.0  # number of steps; this sum and the next two decay like the optimizer's average
+    steps: float = 0.0  # number of steps; `steps`, `squares` and `sums` decay like the optimizer's average
     squares: float = 0.0  # the sum of Σ wᵢ² over steps
     sums: float = 0.0  # the sum of (Σ wᵢ)² over steps
 
     @property
     def size(self) -> float:
-        """`B`, which is the harmonic mean if each step used one batch."""
+        """`B`. If each step used one batch, `B` is the harmonic mean of the batch sizes."""
         if not self.steps:
             return 1.0
         squares, sums = self.squares / self.steps, self.sums / self.steps
         return 1 / (squares + (1 - sums) / self.n_data if self.n_data else squares)
 
     def add(self, examples: int) -> None:
-        """Add a batch over all processes. Its mean loss is part of the next step."""
+        """Add a batch; `examples` counts those of all processes. The batch's mean loss is part of the next step."""
         self.waiting, self.waiting_inverse = self.waiting + 1, self.waiting_inverse + 1 / examples
 
     def count_step(self, global_step: int, parts: int | None, decay: float) -> None:
-        """Count a step if the optimizer has made one. It used the sum of the waiting batches' means divided by `parts`
-        (default: their number); `decay` is that of the optimizer's average."""
+        """Count a step if the optimizer has made one. The step used the sum of the waiting batches' mean losses,
+        divided by `parts` (default: the number of waiting batches). `decay` is the decay of the optimizer's average."""
         if global_step == self.global_step or not self.waiting:
             return
         parts = parts or self.waiting

@@ -2,9 +2,9 @@
 
     θ ~ N(θ*, P⁻¹),    P = Σₙ JₙᵀΛₙJₙ / T + Λ,
 
-around the trained weights `θ*`, with the prior `Λ = δI` or another; see `lightning_bayes.posterior.laplace`. Then the
-prior precision `δ` is tuned, and the predictions are calibrated. The weights of the best and last checkpoints get a
-posterior in the same way, each in a separate pass.
+around the trained weights `θ*`, with the prior precision `Λ`, by default `δI`; see `lightning_bayes.posterior.laplace`.
+Then the prior precision `δ` is tuned, and the predictions are calibrated. The weights of the best and last checkpoints
+can also get a posterior, each in a separate pass.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ from lightning_bayes.trainer.posterior_callback import CallbackPrior, PosteriorC
 from lightning_bayes.trainer.private import datamodule_of, is_dev_run
 from lightning_bayes.trainer.report import block_summary, describe, end_live_display, fit_context, report
 
-# A dry run builds the matrices of the structure up to this number of weights.
+# A dry run builds the structure's matrices only if the number of weights does not exceed this limit.
 DRY_RUN_LIMITS = {"full": 1024, "kron": 1_000_000, "ekfac": 1_000_000}
 
 
@@ -84,7 +84,7 @@ class LaplaceCallback(PosteriorCallback):
     """Fit a Laplace posterior at the end of training, and use it in `test` and `predict`.
 
     Training itself does not change. Under `ModelParallelStrategy`, which shards the weights over processes, it supports
-    `subset="last_layer"`, and `structure="diag"` with `curvature="fisher_mc"` or "empirical_fisher".
+    `subset="last_layer"`, or all weights with `structure="diag"` and `curvature="fisher_mc"` or "empirical_fisher".
 
     Args:
         likelihood: "classification", "binary" or "regression", or a `Likelihood`.
@@ -102,9 +102,10 @@ class LaplaceCallback(PosteriorCallback):
         tune: how to choose the prior (and a regression's noise) after the fit: "auto" (on the first validation
             dataloader, or without one by the evidence), "marglik", "mackay" or "linear" (by the evidence), "grid" (on
             validation data), or `Tuning(method, groups, iterate, …)`; None keeps the prior.
-        weights: which weights get a posterior: "last" (at the end of training), "best" (of the best checkpoint), or
-            "both" (and of every last checkpoint). The checkpoints of these weights store it.
-        data: the data of the pass, if not the training data (for example the same examples without augmentation): a
+        weights: which weights get a posterior: "last" (the weights at the end of training), "best" (the weights of the
+            best checkpoint), or "both" (these two, and the weights of every last checkpoint). Checkpoints with these
+            weights store the posterior.
+        data: the data to fit to, if not the training data (for example the same examples without augmentation): a
             DataLoader, the name of a method or attribute of the data module or module, or
             `FitData(loader, max_batches)`.
         name: suffix of the logged numbers; each callback of a Trainer needs a different name.
@@ -112,7 +113,7 @@ class LaplaceCallback(PosteriorCallback):
     """
 
     keeps_points: ClassVar[bool] = True
-    fits_shards: ClassVar[bool] = True  # only with some settings
+    fits_shards: ClassVar[bool] = True  # but `check_sharded` refuses most settings
 
     def __init__(
         self,
@@ -139,9 +140,11 @@ class LaplaceCallback(PosteriorCallback):
         self._data = FitLoader(data)
         check_passes(self.structure, self._data.source)
         self._probe: LastLayerProbe | None = None  # checks the last layer of a sharded network
-        self._n_data: int | None = None  # training examples, if they can be counted
+        self._n_data: int | None = None  # number of training examples; None if they cannot be counted
         self._by_evidence = False  # whether the evidence has chosen the prior of the last fit
-        self._best_path: str | None = None  # the checkpoint with the posterior's weights, if the module has others
+        # Path of the checkpoint whose weights the posterior was fitted to, if they differ from the module's current
+        # weights
+        self._best_path: str | None = None
 
     @property
     def structure(self) -> StructureOption:
@@ -178,7 +181,7 @@ class LaplaceCallback(PosteriorCallback):
         if first_loader(val_dataloader) is not None:
             check_loader(first_loader(val_dataloader), "val_dataloader", "batches")
         if self.tune is not None and self.tune.method == "grid":
-            validation_pass(trainer, module, val_dataloader)  # raises before the pass if there are no data
+            validation_pass(trainer, module, val_dataloader)  # raises an error now if there are no validation data
         self._posterior = posterior = self._fitted(trainer, module, dataloader, validation=val_dataloader)
         self._best_path = None
         self._report(trainer, posterior)
@@ -217,7 +220,7 @@ class LaplaceCallback(PosteriorCallback):
             network, processes = self.network_in(module), data_processes(trainer)
             batches: ExactPass | LockstepLoader = data
             if is_sharded(network):
-                check_settings(self)  # `fit_now` may be called outside of a Trainer's run
+                check_settings(self)  # not checked yet if `fit_now` is called outside of a Trainer's run
                 if is_diagonal(self):
                     return fit_diagonal(self, network, data, (x, probe[1]), processes)
                 network = layer = gathered(network, x)
@@ -241,7 +244,8 @@ class LaplaceCallback(PosteriorCallback):
         blocks = block_summary(posterior.curvature.structure)
         what = f"{posterior.curvature.structure.word} posterior over {posterior.subset.size} weights{of}"
         what += f" ({blocks})" if blocks else ""
-        if self.options.curvature == "auto" and posterior.curvature.kind != "ggn":  # for outputs at many positions
+        # "auto" has chosen another estimator because there are outputs at many positions
+        if self.options.curvature == "auto" and posterior.curvature.kind != "ggn":
             what += f", by curvature={posterior.curvature.kind!r}"
         report(trainer, self.name, what, {"n_data": posterior.n_data, **describe(posterior, self._by_evidence)})
 
@@ -266,7 +270,7 @@ class LaplaceCallback(PosteriorCallback):
         super().setup(trainer, pl_module, stage)
         check_sharded(self, trainer)
         if stage == "fit":
-            self._data.epoch = Epoch()  # a checkpoint is loaded after this
+            self._data.epoch = Epoch()  # the state of a checkpoint is loaded after this hook
 
     def _check_module(self, module: LightningModule) -> None:
         # A Laplace posterior of explicitly named weights around the means is a useful comparison.
@@ -276,7 +280,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        self._data.owner(datamodule_of(trainer), pl_module)  # raises for an unknown name
+        self._data.owner(datamodule_of(trainer), pl_module)  # raises an error if `data=` names nothing that exists
         has_best = any(hasattr(callback, "best_model_path") for callback in trainer.checkpoint_callbacks)
         if self.weights == "best" and not has_best and not is_dev_run(trainer):
             raise RuntimeError("weights='best' needs a best checkpoint: give the Trainer a ModelCheckpoint(monitor=…)")
@@ -310,7 +314,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def try_fit(self, network: nn.Module, x: Any, y: Tensor) -> None:
         arguments = self._fit_kwargs()
-        if isinstance(self.subset, Subnetwork):  # the trial fit may use any weights
+        if isinstance(self.subset, Subnetwork):  # which weights the trial fit uses does not matter
             trial = replace(self.subset, by="random")
             chosen = trial.in_network(network, (), self.options.prior_precision, torch.Tensor)
             arguments["subset"], arguments["prior_precision"] = chosen
@@ -328,14 +332,14 @@ class LaplaceCallback(PosteriorCallback):
                 f"passes of its batch; {instead}"
             )
         if weights.size > DRY_RUN_LIMITS.get(self.structure.kind, math.inf):
-            arguments["structure"] = "diag"  # the same gradients, without the matrices
+            arguments["structure"] = "diag"  # needs the same gradients but no large matrices
         likelihood, seed = arguments.pop("likelihood"), arguments.pop("seed")
         options = LaplaceOptions.of(**arguments, prior=None)
         trial_run = fit_posterior(network, [(x, y)], likelihood, options, seed=seed, dry_run=True)
-        n_outputs = trial_run.curvature.n_outputs // trial_run.n_data  # of one example
+        n_outputs = trial_run.curvature.n_outputs // trial_run.n_data  # number of outputs of one example
         if isinstance(self.structure, LowRank):
             check_memory("lowrank", n_vectors(weights.size, self.structure.rank, n_outputs), weights.size, first)
-        elif self.structure.kind == "full":  # one row per output of the data, or a matrix and its Cholesky factor
+        elif self.structure.kind == "full":  # stores one row per output, or a matrix and its Cholesky factor
             rows = 3 * self._n_data * n_outputs if self._n_data is not None else math.inf
             check_memory("full", int(min(rows, 2 * weights.size)), weights.size, first)
 

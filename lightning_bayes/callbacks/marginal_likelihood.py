@@ -1,4 +1,4 @@
-"""`MarginalLikelihoodCallback`: learn the prior of each layer, and a regression's noise, during training and from the
+"""`MarginalLikelihoodCallback`: learn the prior of each layer, and the noise of a regression, during training from the
 training data alone (Immer et al. 2021; tutorial, section 4). The weights maximise
 
     Σₙ log p(yₙ | f(xₙ; θ)) − ½ Σ_l δ_l ‖θ_l‖².
@@ -8,8 +8,8 @@ after `B` epochs of burn-in, one exact pass gives the curvature at the current w
 
     log p(D | δ, σ) ≈ log p(D, θ | δ, σ) − ½ log det P(δ, σ)
 
-is maximised in log δ and log σ by Adam or by MacKay's fixed point. The posterior belongs to the weights and priors with
-the largest evidence.
+is maximised in log δ and log σ by Adam or by MacKay's fixed point. The final posterior is fitted at the weights and
+priors with the largest evidence.
 
 The loss of the module does not contain the prior. If the loss is `c` times the mean negative log-likelihood of `N`
 examples, the gradient of `½ Σ_l δ_l ‖θ_l‖²` at the same scale gives
@@ -53,7 +53,7 @@ from lightning_bayes.trainer.posterior_callback import CallbackPrior, PosteriorC
 from lightning_bayes.trainer.private import acts_at_validation, callbacks_of, class_name, is_dev_run, scale_before_step
 from lightning_bayes.trainer.report import describe
 
-_DETERMINED = 0.9  # γ/d above which a network may be too small
+_DETERMINED = 0.9  # a network may be too small if the data determine more than this share of its weights
 
 
 class MarginalLikelihoodCallback(LaplaceCallback):
@@ -73,7 +73,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         structure: "kron", "ekfac" (a second pass), "diag" or "full", or an option such as `Kron(rank="auto")`.
         subset: "all", "last_layer", or a list of parameter or module names; other weights get no prior.
         curvature: as in `LaplaceCallback`.
-        prior_precision: the initial one: a number, or one per layer.
+        prior_precision: the initial prior precision: a number, or one per layer.
         prior: `Prior(mean=…, temperature=…)`.
         data: as in `LaplaceCallback`.
         name: suffix of the logged numbers; `log_evidence_<name>` can be monitored.
@@ -156,15 +156,15 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             self._hyperparameters = own
 
     def _catch_up(self, trainer: Trainer, module: LightningModule) -> None:
-        """Run a refit that was due when the resumed checkpoint was written, but had not run yet."""
+        """If training was resumed from a checkpoint that was written just before a refit, run this refit now."""
         if self._resumed:
             self._learn(trainer, module, trainer.current_epoch)
 
     def _learn(self, trainer: Trainer, module: LightningModule, epochs: int) -> bool:
-        """Refit if one is due after this many epochs; return whether it was."""
+        """Refit if a refit is due after this many epochs; return whether there was a refit."""
         after = epochs - self.burn_in_epochs
         due = (after >= 0 and after % self.every_n_epochs == 0) or is_dev_run(trainer)
-        if not due or self._refitted >= epochs:  # a resumed run may call this twice
+        if not due or self._refitted >= epochs:  # a resumed run may already have made this refit
             return False
         self._refit(trainer, module, tune=True)
         self._refitted = epochs
@@ -182,7 +182,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         if tune:
             posterior = self._climb(trainer, posterior)
         numbers = describe(posterior, by_evidence=True)
-        evidence = numbers["log_evidence"]  # at the current weights, which make the predictions
+        evidence = numbers["log_evidence"]  # at the current weights, with which predictions are made
         if self.learning.method == "linear":
             numbers["linear_evidence"] = float(posterior.log_marginal_likelihood(at="optimum"))
         if self.learning.method == "mackay" and "noise_std" in numbers:
@@ -195,7 +195,8 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             self._best = BestEvidence(evidence, self._hyperparameters, posterior.subset.names, weights)
 
     def _forget_other_best(self, parameters: tuple[str, ...]) -> None:
-        """Forget the best evidence if other parameters train now, because it belongs to another model."""
+        """Forget the best evidence if the set of training parameters has changed, because evidences of different models
+        cannot be compared."""
         if self._best is not None and self._best.parameters != parameters:
             self._best = None
             inform(f"{self.name}: the trainable weights have changed, so the search for the best evidence starts again")
@@ -209,7 +210,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             at = "optimum" if learning.method == "linear" else "weights"
             tuned = ascend(posterior, learning.steps, learning.lr, at, learning.noise)
         δ, before = tuned.prior_precision.reshape(-1).tolist(), self._hyperparameters
-        δ, ρ = trainer.strategy.broadcast((δ, _noise_of(tuned) / _noise_of(posterior)))  # bitwise equal
+        δ, ρ = trainer.strategy.broadcast((δ, _noise_of(tuned) / _noise_of(posterior)))  # bitwise equal everywhere
         learned = dict(zip(posterior.subset.layers, δ, strict=True))
         self._hyperparameters = Hyperparameters({**before.prior_precision, **learned}, before.noise * ρ)
         return tuned
@@ -229,10 +230,11 @@ class MarginalLikelihoodCallback(LaplaceCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self._forget()  # a checkpoint is loaded after this
+            self._forget()  # the state of a checkpoint is loaded after this hook
 
     def _check_module(self, module: LightningModule) -> None:
-        PosteriorCallback._check_module(self, module)  # the log σ would get a prior
+        # Unlike `LaplaceCallback`, always refuse a variational module: its log σ would get a prior
+        PosteriorCallback._check_module(self, module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
@@ -240,7 +242,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         check_monitors(trainer, self.name)
         if not self._refitted:
             check_length(trainer, self.burn_in_epochs, self.every_n_epochs)
-        if self.subset != "last_layer":  # known at the first batch
+        if self.subset != "last_layer":  # the last layer is known only at the first batch
             self._gradient.choose(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -315,7 +317,7 @@ def _noise_of(posterior: LaplacePosterior) -> float:
     return 1.0 if σ is None else float(torch.as_tensor(σ).reshape(-1)[0])
 
 
-_OF_LAST_WEIGHTS = {  # what these callbacks do with the final weights
+_OF_LAST_WEIGHTS = {  # what these callbacks do with the weights at the end of training, for an error message
     "WeightAveraging": "averaged",
     "StochasticWeightAveraging": "averaged",
     "SWAGCallback": "averaged",
@@ -336,7 +338,8 @@ def check_companions(trainer: Trainer, keep: str) -> None:
 
 
 def check_monitors(trainer: Trainer, name: str) -> None:
-    """Raise for a monitor that is read at validation, when the numbers are still from the previous epoch."""
+    """Raise an error for a callback that reads one of the logged numbers at validation, when they are still from the
+    previous epoch."""
     for callback in callbacks_of(trainer):
         if _monitors(callback, name) and acts_at_validation(trainer, callback):
             argument = "check" if class_name(callback, {"EarlyStopping"}) else "save"
@@ -347,7 +350,7 @@ def check_monitors(trainer: Trainer, name: str) -> None:
 
 
 def is_monitored(trainer: Trainer, name: str) -> bool:
-    """Whether a callback, such as a checkpoint or early stopping, reads one of the numbers at every epoch."""
+    """Whether a callback, such as a checkpoint or early stopping, reads one of the numbers logged under `name`."""
     return any(_monitors(callback, name) for callback in callbacks_of(trainer))
 
 
@@ -379,7 +382,8 @@ class BestEvidence:
 
     log_evidence: float
     hyperparameters: Hyperparameters
-    parameters: tuple[str, ...]  # evidences of different parameters cannot be compared
+    # Names of the parameters in the posterior: evidences of different parameters cannot be compared
+    parameters: tuple[str, ...]
     weights: dict[str, Tensor]  # parameters and buffers of the module, copied to the CPU
 
     def state(self) -> dict[str, Any]:
@@ -408,13 +412,13 @@ class PriorGradient:
         self._name, self._network_in, self._of = name, network_in, subset
         self._given, self._prior, self.scale = prior_precision, prior, scale
         self._means: dict[str, Tensor] = {}  # the prior mean m of each parameter
-        self.subset: Subset | None = None  # known after the first batch of an epoch
-        self._x: Any = None  # the inputs of that batch
+        self.subset: Subset | None = None  # parameters that get a prior; None before the first batch of an epoch
+        self._x: Any = None  # inputs of the first batch of an epoch
         self._n_targets = 1
-        self._of_layers: dict[str, float] = {}  # the given prior precision by layer
+        self._of_layers: dict[str, float] = {}  # the user's prior precision of each layer
         self.n_data = 0  # N
         self._said_n_data = False
-        self.batches = 0  # the number accumulated since the last step
+        self.batches = 0  # the number of batches whose gradients have been accumulated since the last step
 
     def choose(self, trainer: Trainer, module: LightningModule, x: Any = None) -> Subset | None:
         """The parameters that get a prior; None before lazy layers have parameters."""
@@ -476,11 +480,12 @@ class LossScale:
 
     def __init__(self, name: str, likelihood: Likelihood, given: float | None) -> None:
         self._name, self._likelihood, self._given = name, likelihood, given
-        self.measured: float | None = None  # measured on this process
-        self.agreed: float | None = None  # the mean over all processes
+        self.measured: float | None = None  # None if this process could not measure it
+        self.agreed: float | None = None  # None before `agree` has been called
 
     def agree(self, n_targets: int, module: LightningModule) -> float:
-        """The mean over the processes that measured it. All processes must make the first call."""
+        """The mean of the scale over the processes that could measure it. The first call must be made on all processes
+        together."""
         if self.agreed is None:
             numbers = [self.measured or 0.0, float(self.measured is not None)]
             known = torch.tensor(numbers, dtype=torch.float64, device=float64_device(module.device))
@@ -499,7 +504,7 @@ class LossScale:
             return self._given
         if c is None:
             c = default_loss_scale(self._likelihood, n_targets)
-            tell = inform if automatic else warn  # manual optimization compares no loss
+            tell = inform if automatic else warn  # the loss is never compared under manual optimization, so warn
             tell(
                 f"{self._name}: the loss could not be compared with the likelihood: it is taken to be {c:.4g} times "
                 "the mean negative log-likelihood; set loss_scale= if it is not"
@@ -509,7 +514,8 @@ class LossScale:
 
 
 def check_optimizers(optimizers: Iterable[Any], parameters: Parameters, name: str) -> None:
-    """Raise for an optimizer with weight decay, which is a second prior, or one that compares losses."""
+    """Raise an error for an optimizer with weight decay, which would be a second prior, or with a line search, which
+    compares losses that do not contain the prior."""
     names = {p: label for label, p in parameters.items()}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
@@ -536,10 +542,11 @@ def add_prior_gradient(
     scale: float = 1.0,
     means: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Add `strength · (θ − m)` to the optimizer's next gradients, which are multiplied by `scale`.
+    """Add `scale · strength · (θ − m)` to the optimizer's next gradients, because these gradients are still multiplied
+    by `scale`.
 
-    A parameter without a gradient is skipped, as in torch's weight decay. For `SGD` the strength is at most `1/lr`, at
-    which one step of gradient descent takes the weights to `m`: a larger one would overshoot.
+    A parameter without a gradient is skipped, as in torch's weight decay. For `SGD` the strength is at most `1/lr`,
+    because a step with strength `1/lr` already moves the weights to `m`, and a larger strength would overshoot.
     """
     names = {p: name for name, p in parameters.items()}
     for group in optimizer.param_groups:

@@ -6,21 +6,21 @@ optimizer step (eq. (65)),
 
     C ← (1 − α) C + (N/b) Σ_batch diag(JᵀΛJ),     H = scale · C + δ,
 
-with the batch of all processes, `b` examples of `N`. The prior `δ` is not part of the recursion, in which the paper's
-`H₀` decays. The steady state of this leaky sum is about `1/α` times the dataset's curvature; `Memory(average=True)`
-multiplies the new term by `α`, and the steady state is the curvature itself.
+with the batch of all processes, `b` examples of `N`. Here the prior `δ` is added outside of the recursion and does not
+decay, unlike the paper's initial value `H₀`. In the steady state, `C` is about `1/α` times the dataset's curvature.
+`Memory(average=True)` multiplies the new term by `α`, so the steady state is the dataset's curvature itself.
 
-One sample is copied into the parameters and stays until the backward pass is over, because a backward pass also
-reads weights. Several samples run through functional calls, and the mean gets the average of their gradients; the
-statistics of batch norms are updated once, by the first sample.
+One sample is copied into the parameters and stays until the backward pass is over, because a backward pass also reads
+weights. With several samples, the network runs at each sample in a functional call, and the mean gets the average of
+the gradients. Only the first sample updates the statistics of batch norms.
 
-A batch counts only if its gradient does: its curvature is measured in its training step, kept after its backward pass,
-and added after the optimizer's step. Batches of an unfinished accumulation are not part of the state, because
-Lightning's checkpoints store no gradients.
+The curvature of a batch counts only if the optimizer uses the batch's gradient: it is measured in the training step,
+kept after the backward pass, and added to `C` after the optimizer's step. Batches of an unfinished accumulation are not
+part of the state, because Lightning's checkpoints store no gradients.
 
-A checkpoint stores `C`, the number of samples drawn, which determines the noise of the next one, and the posterior of
-its weights. A resumed run equals an uninterrupted one if the data come in the same order, except in the middle of an
-accumulation.
+A checkpoint stores `C`, the number of samples drawn so far (which determines the noise of the next sample), and the
+posterior of the checkpoint's weights. A resumed run equals an uninterrupted one if the data come in the same order,
+except in the middle of an accumulation.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         same_sample: let all processes draw the same network; by default each draws its own.
         max_std: an upper limit for the standard deviation of a drawn weight, because in the first steps the prior alone
             may be too wide.
-        n_data: examples in the training data; None counts them.
+        n_data: the number of training examples; None counts them.
 
         predictive: "bnn", "glm" or "map", or an option such as `BNN(samples=30)`.
         name: suffix of the logged numbers; each callback of a Trainer needs a different name.
@@ -134,7 +134,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         refuse_sharded(trainer, "OnlineLaplaceCallback")
-        self._remembered = self._trainer = None  # a checkpoint is loaded after this
+        self._remembered = self._trainer = None  # the state of a checkpoint is loaded after this hook
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
@@ -156,7 +156,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self._step.start()
 
     def _count(self, trainer: Trainer) -> int:
-        """`N`; 0 if it is not needed and cannot be counted."""
+        """The number of training examples `N`; 0 if `N` is not needed and cannot be counted."""
         if self.n_data is not None:
             return self.n_data
         if not self.rule.memory.extrapolate and not is_countable(single(trainer.train_dataloader, "pass n_data=")):
@@ -174,7 +174,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         network = self.network_in(module)
         x, _ = split(module, network, batch)
         chosen, mode, threshold = choose_subset(network, x, self.subset), self.hessian, self.rule.memory.threshold
-        if mode != "exact":  # raises if the network supports neither
+        if mode != "exact":  # raises an error if the network supports neither "approx" nor "mixed"
             best = choose_mode(network, chosen, x, 0.0 if mode == "approx" else threshold)
             mode = best if mode == "auto" else mode
         diagonal = BatchDiagonal(network, chosen, self.likelihood, mode, threshold)
@@ -208,7 +208,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove()
-        if self._memory is not None:  # after the first batch
+        if self._memory is not None:  # the memory exists after the first batch
             posterior = self.fit_now(trainer, pl_module)
             with fit_context(trainer, pl_module):
                 self._posterior, _ = choose_on_validation(trainer, pl_module, posterior, self.use)
@@ -259,17 +259,17 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self._memory, self._remembered = None, state_dict["memory"]
 
 
-Moves = dict[str, Tensor]  # changes of the weights, by the parameter's name in the module
+Moves = dict[str, Tensor]  # the change of each weight, by the parameter's name in the module
 
 
 class SampledStep(ReplacedMethod):
     """Replaces `module.training_step` between `start` and `remove`.
 
     An optimizer such as LBFGS evaluates a batch several times per step. Each evaluation must be the same function of
-    the mean, so the samples of a batch have the same noise, and its curvature is measured once.
+    the mean weights. So all evaluations of a batch use the same noise, and its curvature is measured once.
 
     Args:
-        begin: creates the sampled network from the first batch, while the weights are the mean.
+        begin: creates the sampled network from the first batch, while the module has the mean weights.
         at: where to measure the curvature of a batch: at the "mean" or at each "sample".
         samples: number of samples for one batch.
     """
@@ -278,7 +278,7 @@ class SampledStep(ReplacedMethod):
         super().__init__(module, "training_step")
         self._begin, self._at, self._samples = begin, at, samples
         self._network: SampledNetwork | None = None
-        self._at_sample = ExitStack()  # restores the mean
+        self._at_sample = ExitStack()  # closing it restores the mean weights
         self._new = True
 
     def start(self) -> None:
@@ -296,7 +296,7 @@ class SampledStep(ReplacedMethod):
         self._new = True
 
     def put_back(self) -> None:
-        """Restore the mean if the weights are a sample."""
+        """Restore the mean weights if the module has sampled weights."""
         self._at_sample.close()
 
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -331,7 +331,7 @@ class SampledStep(ReplacedMethod):
     def _at_several(self, drawn: list[Moves], batch: Any, *args: Any, **kwargs: Any) -> Any:
         step = _Step(self._module, self.original)
         losses, returned = [], None
-        # A checkpointed layer would run again after the functional call, with other weights.
+        # A layer under activation checkpointing would run again after the functional call, with other weights.
         recomputed = RuntimeError(
             "activation checkpointing recomputes a layer in the backward pass, when the weights of a functional call "
             "are gone: use train_samples=1"
@@ -363,7 +363,8 @@ class _Step(nn.Module):
 class SampledNetwork:
     """Measures the curvature of batches and draws samples of the network's weights, which depend on `seed` and `rank`.
 
-    It is created at the first batch, on which it traces the network: errors are raised before the weights change.
+    It is created at the first batch and traces the network on this batch, so errors are raised before the weights
+    change.
     """
 
     def __init__(
@@ -419,7 +420,8 @@ class MemoryRule:
     def update(
         self, C: Tensor, diagonal: Tensor, n_data: int, examples: float | Tensor, out: Tensor | None = None
     ) -> Tensor:
-        """Eq. (65), with `Σ_batch diag(JᵀΛJ)` over the batch of all processes; `out` may be the diagonal.  # [P]"""
+        """Eq. (65), with `Σ_batch diag(JᵀΛJ)` over the batch of all processes; `out` may be the same tensor as this
+        diagonal.  # [P]"""
         factor = n_data / examples if self.memory.extrapolate else 1.0
         factor *= self.memory_factor if self.memory.average else 1.0
         return torch.add(torch.mul(diagonal, factor, out=out), C, alpha=1 - self.memory_factor, out=out)
@@ -439,17 +441,18 @@ class CurvatureMemory:
     n_data: int  # N
     rule: MemoryRule
     global_step: int
-    raise_pending: Callable[[], None] = lambda: None  # raises errors of outputs or targets that wait on the device
-    draws: int = 0  # samples so far; their number determines the noise, also after a restart
-    _measured: Tensor | None = None  # Σ diag(JᵀΛJ) of this batch, which may still be skipped
+    # Raises pending errors about outputs or targets, which are recorded on the device
+    raise_pending: Callable[[], None] = lambda: None
+    draws: int = 0  # number of samples so far, which determines the noise of the next sample, also after a restart
+    _measured: Tensor | None = None  # Σ diag(JᵀΛJ) of the current batch; dropped if the batch is skipped
     _examples_measured: int = 0
-    _waiting: Tensor | None = None  # Σ diag(JᵀΛJ) since the last step
+    _waiting: Tensor | None = None  # Σ diag(JᵀΛJ) of all batches since the last optimizer step
     _examples: int = 0
-    _steps: int = 0  # steps of this process
+    _steps: int = 0  # number of optimizer steps since this process started
     _is_finite: Tensor | None = None
 
     def measure(self, diagonal: Tensor, examples: int) -> None:
-        """Add the diagonal of a batch of this process; once for each sample at which it is measured."""
+        """Add the diagonal of this process's batch. Call it once for each sample at which the curvature is measured."""
         diagonal = diagonal.to(self.C)
         self._measured = diagonal if self._measured is None else self._measured + diagonal
         self._examples_measured += examples
@@ -459,19 +462,20 @@ class CurvatureMemory:
         self._measured, self._examples_measured = None, 0
 
     def keep(self) -> None:
-        """Keep the measurement for the next step, which uses its gradient; several batches may be accumulated."""
+        """Keep the measurement until the next optimizer step, which uses the batch's gradient. Several batches may be
+        kept for one step."""
         if self._measured is None:
             return
-        is_finite = self._measured.amax().isfinite()  # NaN propagates, and no entry is negative
+        is_finite = self._measured.amax().isfinite()  # the maximum is enough: NaN propagates, and no entry is negative
         self._is_finite = is_finite if self._is_finite is None else self._is_finite & is_finite
-        if self._steps % EVERY == 0:  # raises before the optimizer's step
+        if self._steps % EVERY == 0:  # raises errors before the optimizer's step
             self.check()
         self._waiting = self._measured if self._waiting is None else self._waiting + self._measured
         self._examples += self._examples_measured
         self.forget()
 
     def end_step(self, global_step: int, processes: Processes) -> None:
-        """If the optimizer has made a step, leak once and add the batches since its last step."""
+        """If the optimizer has made a step, multiply `C` by `1 − α` once and add the kept batches."""
         if global_step == self.global_step:
             return
         self.global_step = global_step
@@ -487,8 +491,8 @@ class CurvatureMemory:
         self._steps += 1
 
     def check(self) -> None:
-        """Raise if the curvature of a batch was not finite, or for wrong outputs or targets. `C` does not contain such
-        a batch. Reading a value forces a device sync, so this does not run at each step."""
+        """Raise an error if the curvature of a batch was not finite, or if its outputs or targets were wrong. `C` does
+        not contain such a batch. Reading a value forces a device sync, so this does not run at each step."""
         if self._is_finite is not None and not self._is_finite:
             raise CurvatureError(
                 "the curvature of a batch is not finite: check that inputs and weights are finite, or limit the "

@@ -6,7 +6,7 @@
 | `structure="diag"` of all weights, `curvature="fisher_mc"` or   | the posterior of its shard of weights   |
 | "empirical_fisher"                                              |                                         |
 
-Other settings need the whole network on every process and raise an error before training.
+All other settings need the whole network on every process, so they raise an error before training.
 
 A sharded network must run on all processes at once. So all processes read their data in lockstep, and a process that
 has finished its share runs a spare batch until all have finished.
@@ -88,7 +88,7 @@ def is_diagonal(callback: LaplaceCallback) -> bool:
 def fit_diagonal(
     callback: LaplaceCallback, network: nn.Module, data: ExactPass, spare: tuple[Any, Tensor], processes: Processes
 ) -> ShardedPosterior:
-    """The sharded diagonal posterior over all weights. All processes must call it."""
+    """The sharded diagonal posterior over all weights. All processes must call this function together."""
     options = callback.options
     estimate, samples = curvature_estimate(options.curvature, options.structure)
     total = ShardedDiagonalSum(network, callback.likelihood, estimate, samples, callback.seed, processes)
@@ -107,7 +107,7 @@ def check_sharded_data(loader: Any) -> None:
 
 
 def in_lockstep(data: ExactPass, processes: Processes, device: torch.device) -> Iterator[tuple[Any, Tensor] | None]:
-    """The batches of this process's share, then None until all processes have finished."""
+    """Yield the batches of this process's share, then None until all processes have read their shares."""
     batches = iter(data)
     while True:
         error: Exception | None = None
@@ -128,7 +128,8 @@ def in_lockstep(data: ExactPass, processes: Processes, device: torch.device) -> 
 
 
 class LockstepLoader:
-    """This process's batches as features of a last layer. All processes take the same number of steps."""
+    """The inputs of the last layer, and the targets, for each batch of this process. All processes run the network the
+    same number of times."""
 
     def __init__(self, network: GatheredLayer, data: ExactPass, spare: Any, processes: Processes) -> None:
         self._network, self._data, self._spare, self._processes = network, data, spare, processes
@@ -161,7 +162,7 @@ class LastLayerProbe:
         self._watch.calls.clear()
 
     def _check_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Run after each call of the network; a step may call it several times."""
+        """A hook that runs after each call of the network; a training step may call the network several times."""
         f = self._read_as.select(output)
         self._watch.f = None if f is None else f.detach()
         try:
@@ -171,8 +172,8 @@ class LastLayerProbe:
             self._problem = problem
 
     def end(self) -> None:
-        """Raise, before the optimizer's step, if the layer cannot be gathered. Check nothing if the step did not call
-        the network."""
+        """Raise, before the optimizer's step, if the layer cannot be gathered. If the step did not call the network,
+        nothing is checked."""
         self.stop()
         if self._problem is not None:
             raise self._problem

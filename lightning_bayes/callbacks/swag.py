@@ -85,14 +85,15 @@ class SWAGCallback(PosteriorCallback):
         self.every_n_steps = None if every_n_steps is None else count("every_n_steps", every_n_steps)
         self._data = FitLoader(data)
         self._moments, self._step, self._resumed = WeightMoments(), 0, False
-        self._trained: dict[str, Tensor] | None = None  # the optimizer's last weights, once the average replaces them
-        self._too_few = ""  # why there is no posterior
+        # The optimizer's last weights, once the average has replaced them in the module
+        self._trained: dict[str, Tensor] | None = None
+        self._too_few = ""  # error message if there were too few snapshots for a posterior
 
     # -- the posterior -----------------------------------------------------------------------------------------------
 
     def fit_now(self, trainer: Trainer, module: LightningModule) -> GaussianPosterior:
-        """The posterior of the collected weights. The module gets their average; after an exception it keeps its
-        weights."""
+        """The posterior of the collected weights. The module gets the average of these weights; after an exception it
+        has its old weights again."""
         self._module = module
         if not self._moments.snapshots:
             raise RuntimeError(self._missing())
@@ -114,7 +115,7 @@ class SWAGCallback(PosteriorCallback):
         return posterior
 
     def _batches(self, trainer: Trainer, module: LightningModule) -> Iterator[Any]:
-        """All data on each process, so that its statistics equal those of a single process."""
+        """All inputs on each process, so that the batch norm statistics equal those of a run on a single process."""
         self._data.check_training_data(trainer)
         loader = self._data.loader(trainer.train_dataloader, datamodule_of(trainer), module)
         batches = self._data.exact_pass(trainer, module, loader, alone=True)
@@ -129,7 +130,7 @@ class SWAGCallback(PosteriorCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         refuse_sharded(trainer, "SWAGCallback")
-        self._resumed, self._data.epoch = False, Epoch()  # a checkpoint is loaded after this
+        self._resumed, self._data.epoch = False, Epoch()  # the state of a checkpoint is loaded after this hook
         if stage == "fit":
             self._moments, self._step, self._trained, self._too_few = WeightMoments(), 0, None, ""
 
@@ -137,7 +138,7 @@ class SWAGCallback(PosteriorCallback):
         super().on_fit_start(trainer, pl_module)
         if any(class_name(callback, {"WeightAveraging"}) for callback in callbacks_of(trainer)):
             raise ValueError(f"{self.why_one}, and WeightAveraging makes another: give the Trainer only one of the two")
-        self._data.owner(datamodule_of(trainer), pl_module)  # raises for an unknown name
+        self._data.owner(datamodule_of(trainer), pl_module)  # raises an error if `data=` names nothing that exists
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -186,7 +187,7 @@ class SWAGCallback(PosteriorCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._data.epoch.count(batch_idx, trainer.is_last_batch)
         step, self._trained = trainer.global_step, None
-        # At the last batch rather than the epoch's end, so that a checkpoint after validation includes it.
+        # At the last batch, not at the epoch's end, so that a checkpoint after validation includes this snapshot.
         due = (
             step % self.every_n_steps == 0
             if self.every_n_steps is not None

@@ -172,8 +172,8 @@ def log_odds(p: Tensor) -> Tensor:
 class Likelihood(ABC):
     """`p(y | f)` of targets `y` given network outputs `f` (layouts `[B]`, `[B, C]`, `[B, C, *positions]`).
 
-    Likelihoods are immutable and their methods are pure. Call `check` once per batch, where data enters. The other
-    methods repeat only its cheap checks, so targets never broadcast.
+    Likelihoods are immutable and their methods are pure. Call `check` once per batch, where data enters. All other
+    methods repeat only the cheap checks of types and shapes, so that targets are never broadcast.
     """
 
     name: ClassVar[str | None] = None  # identifies the class in files; not inherited by subclasses
@@ -199,7 +199,7 @@ class Likelihood(ABC):
             next(i for i, kind in enumerate(cls.__mro__) if name in vars(kind))
             for name in ("fisher_root", "has_diagonal_fisher")
         )
-        if root < flag:  # the root was overridden, so the inherited flag no longer describes it
+        if root < flag:  # a subclass has overridden the root, so the inherited flag no longer describes it
             cls.has_diagonal_fisher = False
 
     @abstractmethod
@@ -211,15 +211,15 @@ class Likelihood(ABC):
         """Columns `S` `[K, B, C, *positions]` with `Λ = Σ_k S_k S_kᵀ` over dim C, at each example and position; over
         all outputs of an example if the likelihood `couples_outputs`.
 
-        `y` only marks the positions without a target (`ignore_index`), whose columns are zero.
+        `y` is used only to find positions without a target (`ignore_index`), where the columns are zero.
         """
 
     @abstractmethod
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
         """Targets drawn from the model by inverse CDF from `uniform` numbers in (0, 1), `noise_shape` per example.
 
-        Each example depends only on its own numbers, so batches can be split in any way. Positions that `y` marks as
-        having no target keep the mark.
+        The targets of an example depend only on its own uniform numbers, so batches can be split in any way. Positions
+        that `y` marks as having no target keep the mark.
         """
 
     @abstractmethod
@@ -235,7 +235,8 @@ class Likelihood(ABC):
         return f.shape[1:]
 
     def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Predictive | Tensor | None:
-        """The integral over `f` by this link: a predictive, only its mean, or None if it has to be sampled."""
+        """The integral over `f` by this link: the predictive, or only its mean, or None if the integral needs
+        samples."""
         return None
 
     def wrong_targets(self, f: Tensor, y: Tensor) -> Tensor:
@@ -259,13 +260,13 @@ class Likelihood(ABC):
         return None
 
     def least_nll(self, n_outputs: int) -> float:
-        """A lower bound of `−log p(y | f)` over all values of `n_outputs` outputs; `-inf` without one."""
+        """A lower bound of `−log p(y | f)` over all values of `n_outputs` outputs; `-inf` if there is no bound."""
         return 0.0 if self.has_probs else -math.inf
 
     @property
     def loss_scales(self) -> tuple[float, ...]:
         """The factors `s` for which a common loss, summed over all targets, is `s` times the negative log-likelihood up
-        to `constant`. The first is the factor of torch's own loss."""
+        to `constant`. The first factor is that of torch's own loss."""
         return (1.0,)
 
     def constant(self, y: Tensor) -> float:
@@ -302,9 +303,9 @@ class Likelihood(ABC):
     ) -> Predictive:
         """The predictive under a Gaussian over outputs with this mean and covariance `[B, C, C]`, or variances.
 
-        `link` is one of `links`. Parts without a closed form are averages over `samples`: random ones from the
-        `generator` for "mc", and fixed ones for the epistemic and aleatoric shares of "probit" and "pairwise", which
-        are therefore deterministic. With `samples=0` these shares are NaN.
+        `link` is one of `links`. Parts without a closed form are averages over `samples` values of the outputs. For
+        "mc" these are random draws from the `generator`. For the epistemic and aleatoric shares of "probit" and
+        "pairwise" they are fixed points, so the shares are deterministic. With `samples=0` these shares are NaN.
         """
         self._check_outputs(mean)
         self._check_tensor("variances of the outputs", covariance)
@@ -396,13 +397,14 @@ class Likelihood(ABC):
             raise self.wrong_target(y[wrong][0].item(), f)
 
     def check_fit(self, f: Tensor, y: Tensor) -> None:
-        """Raise an error if types or shapes do not fit. It reads no values, so it forces no device synchronisation."""
+        """Raise an error if types or shapes do not fit. This check reads no values of tensors, so it forces no device
+        synchronisation."""
         self._check_outputs(f)
         self._check_tensor("targets", y)
         self._check_targets(f, y)
 
     def _outputs(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """`f` in at least float32, after the checks of its type and shape, and of those of `y` if it is given."""
+        """`f` in at least float32, after checking the types and shapes of `f` and, if given, `y`."""
         if y is None:
             self._check_outputs(f)
         else:

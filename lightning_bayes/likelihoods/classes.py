@@ -21,7 +21,7 @@ multinomial distribution", JRSS B 54(1)). With tails `q_j = Σ_{i>j} p_i`, colum
   A common shift of all logits, which a softmax ignores, changes nothing, whatever its variance. With two classes it is
   exactly MacKay's probit of the difference;
 - `"probit"`: `softmax(m / √(1 + π/8 · diag Σ))`, MacKay's approximation in its multiclass form (Gibbs, 1997), which
-  depends on a common shift;
+  depends on a common shift of all logits;
 - `"bridge"`: the Laplace bridge of Hobbhahn et al. (2022), "Fast predictive uncertainty for classification with
   Bayesian deep networks", to a Dirichlet with
 
@@ -95,7 +95,7 @@ class Categorical(Likelihood):
         f = self._outputs(f, y)
         observed, index = self._classes(y)
         others = f.softmax(1).scatter(1, index, 0.0)
-        # 1 − p_y is the sum of all others, which does not round to zero where p_y rounds to one.
+        # Compute 1 − p_y as the sum of all other probabilities, which does not round to zero where p_y rounds to one.
         return others.neg().scatter(1, index, others.sum(1, keepdim=True)).masked_fill(~observed.unsqueeze(1), 0)
 
     def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
@@ -189,7 +189,8 @@ class Categorical(Likelihood):
 
 
 def _pairwise(m: Tensor, covariance: Tensor) -> Tensor:
-    """Logits are independent if only their variances are given.  # [B, C, …] and [B, C, C] or [B, C, …] -> [B, C, …]"""
+    """The "pairwise" integral. If only variances are given, the logits are treated as independent.
+    # [B, C, …] and [B, C, C] or [B, C, …] -> [B, C, …]"""
     variance = marginal_variance(m, covariance)
     of_difference = variance.unsqueeze(2) + variance.unsqueeze(1)  # Var(f_k − f_j) [B, C, C, …]
     if covariance.shape != m.shape:
@@ -219,7 +220,7 @@ def _laplace_bridge(m: Tensor, covariance: Tensor) -> ClassPredictive:
     variance = marginal_variance(m, covariance)
     r = variance if covariance.shape == m.shape else covariance.sum(-1)  # Σ1 [B, C, *positions]
     t = r.sum(1, keepdim=True)  # 1ᵀΣ1 [B, 1, *positions]
-    # If t = 0, up to rounding, Σ already lies in the subspace.
+    # If t = 0 up to rounding, the Gaussian already lies in the subspace.
     projected = t <= C * eps * variance.sum(1, keepdim=True)
     r_over_t = (r / t.masked_fill(projected, 1)).masked_fill(projected, 0)
     floor = C * eps * variance.amax(1, keepdim=True)
@@ -230,7 +231,7 @@ def _laplace_bridge(m: Tensor, covariance: Tensor) -> ClassPredictive:
     )
     tiny = torch.finfo(m.dtype).tiny
     log_α = log_numerator - variance.maximum(floor).clamp_min(tiny).log()
-    # Without variance in the subspace the softmax is known exactly, and the Dirichlet is a point.
+    # If the Gaussian has no variance in the subspace, the softmax is known exactly, and the Dirichlet becomes a point.
     known = (variance <= floor).all(1, keepdim=True)
     log_α0 = log_α.logsumexp(1, keepdim=True).masked_fill(known, math.inf)
     p = torch.where(known, m, log_α).softmax(1)

@@ -38,19 +38,21 @@ from lightning_bayes.network.float64 import cast_like, in_float64
 
 
 class RealTargets(Likelihood):
-    """The base of the Gaussian likelihoods. Their integrals are exact, whichever link is chosen."""
+    """The base of the Gaussian likelihoods. Integrals over their outputs are exact, so the choice of a link makes no
+    difference."""
 
     links = ("exact", "pairwise", "probit", "bridge", "mc")
 
     @property
     def loss_scales(self) -> tuple[float, ...]:
-        """`2σ²` for the squared error, `σ²` for half of it. No common loss has one noise per output."""
+        """The factors are `2σ²` for the squared error, `σ²` for half the squared error, and 1. If each output has its
+        own noise, which no common loss has, the only factor is 1."""
         if self.noise_std is None or self._σ.numel() > 1:
             return (1.0,)
         return (2 * float(self._σ) ** 2, float(self._σ) ** 2, 1.0)
 
     def least_nll(self, n_outputs: int) -> float:
-        """The NLL of a perfect fit; `-inf` without a fixed noise."""
+        """The NLL of a perfect fit; `-inf` if the noise is not fixed."""
         if self.noise_std is None:
             return -math.inf
         return n_outputs * float(self._σ.cpu().double().log().mean() + 0.5 * math.log(2 * math.pi))
@@ -71,7 +73,7 @@ class RealTargets(Likelihood):
         return vector("noise_std", self.noise_std, LikelihoodError)
 
     def _check_targets(self, f: Tensor, y: Tensor) -> None:
-        if not y.is_floating_point():  # integers are usually class labels
+        if not y.is_floating_point():  # integer targets are usually class labels
             raise LikelihoodError(
                 f"{type(self).__name__} needs floating-point targets, got {y.dtype}; use y.float() if they are real "
                 "values, or Categorical (likelihood='classification') if they are class labels."

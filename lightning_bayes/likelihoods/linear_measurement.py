@@ -80,7 +80,7 @@ class LinearMeasurement(RealTargets):
 
     def squared_error(self, f: Tensor, y: Tensor) -> Tensor:
         wide = in_float64(f)
-        errors = self._errors(wide if wide.device == f.device else f, y)  # the map is on the device of f
+        errors = self._errors(wide if wide.device == f.device else f, y)  # `A` is on the device of f
         return (in_float64(errors) / self.noise_std).square().sum()
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class LinearMeasurement(RealTargets):
         return (rows / self.noise_std).unsqueeze(1).expand(d_y, *f.shape)
 
     def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """Computed for one example, because it is the same for all."""
+        """The diagonal of the Fisher, computed for one example, because it is the same for all examples."""
         one = self.fisher_root(f[:1])[:, 0].square().sum(0)
         return one.expand(f.shape).clone()
 
@@ -133,7 +133,8 @@ class LinearMeasurement(RealTargets):
 
     def _check_targets(self, f: Tensor, y: Tensor) -> None:
         super()._check_targets(f, y)
-        # `check_adjoint` compares the measurements of functions with the targets, without a call per batch.
+        # If `A` is a pair of functions, `check_adjoint` compares their measurements with the targets, and no call per
+        # batch is needed.
         d_y = y.shape[1] if self.map.n_measurements is None and y.ndim == 2 else self._n_measurements(f)
         self._check_shape(f, y, (len(f), d_y))
 
@@ -142,7 +143,7 @@ class LinearMeasurement(RealTargets):
         return y.to(f.dtype) - self.map(f)
 
     def _n_measurements(self, f: Tensor) -> int:
-        """`d_y`; for functions, the size of what they return."""
+        """The number of measurements `d_y`; if `A` is a pair of functions, the size of what `apply` returns."""
         if self.map.n_measurements is not None:
             return self.map.n_measurements
         with torch.no_grad():
@@ -196,7 +197,8 @@ class LinearMap:
 
     def check_adjoint(self, f: Tensor, y: Tensor) -> None:
         """Raise an error unless the second function is the adjoint of the first: `⟨Ax, y⟩ = ⟨x, Aᵀy⟩` for random `x`,
-        and for `y` that are random or `Ax`. The latter reveals a wrong factor for any number of measurements."""
+        and for `y` that are random or `Ax`. The choice `y = Ax` reveals a wrong factor for any number of
+        measurements."""
         if self._functions is None:
             return
         n, g = 4, torch.Generator().manual_seed(0)

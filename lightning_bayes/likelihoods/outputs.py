@@ -4,7 +4,8 @@ A network's output `f` has one of the layouts
 
 - `[B]`                   one output per example;
 - `[B, C]`                `C` outputs (classes, labels, channels) per example;
-- `[B, C, *positions]`    dense: `C` outputs at each position; positions are independent given `f`.
+- `[B, C, *positions]`    dense: `C` outputs at each position; targets at different positions are independent given
+                          `f`.
 
 A Gaussian over outputs is a mean `m` in one of these layouts, with variances of the same shape or, for `[B, C]` only,
 covariances `Σ` `[B, C, C]`. Results are computed and returned in at least float32.
@@ -96,7 +97,7 @@ def draw_gaussian(mean: Tensor, covariance: Tensor, samples: int, generator: tor
 def gaussian_nodes(mean: Tensor, covariance: Tensor, samples: int) -> Tensor:
     """`samples` points of equal weight that represent the Gaussian over outputs. They are deterministic: the same
     standard normal points are shifted and scaled for each example and position.  # [S, B, …]"""
-    outputs = mean.shape[1:2]  # none, or C
+    outputs = mean.shape[1:2]  # empty, or C
     nodes = _standard_nodes(samples, outputs.numel()).to(mean.dtype).to(mean.device)
     return _at_noise(mean, covariance, nodes.view(samples, 1, *outputs, *[1] * (mean.ndim - 2)))
 
@@ -125,8 +126,8 @@ def _at_noise(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
 
 def _triangular_root(covariance: Tensor) -> Tensor:
     """`L` with `LLᵀ = Σ`, independently for each example. A singular covariance, such as that of a common shift of all
-    logits, gets the smallest jitter that works, relative to its largest variance. Without any variance `L` is zero and
-    has no gradient.  # [B, C, C]"""
+    logits, gets the smallest jitter (relative to its largest variance) for which the decomposition succeeds. Without
+    any variance `L` is zero and has no gradient.  # [B, C, C]"""
     C, eps = covariance.shape[-1], torch.finfo(covariance.dtype).eps
     eye = torch.eye(C, dtype=covariance.dtype, device=covariance.device)
     scale = covariance.detach().abs().amax((-2, -1), keepdim=True)  # [B, 1, 1]
@@ -138,7 +139,7 @@ def _triangular_root(covariance: Tensor) -> Tensor:
         failed = info > 0  # [B]
         if not failed.any():
             return L * scale.sqrt()
-        if jitter.amax() > 1e-3 * C:  # larger than rounding errors
+        if jitter.amax() > 1e-3 * C:  # a jitter larger than rounding errors: the covariance may be wrong
             _clamp_rounding(torch.linalg.eigvalsh(covariance[failed]))
         jitter = torch.where(failed[:, None, None], 10 * jitter, jitter)
 

@@ -2,13 +2,14 @@
 processes.
 
 The state of a metric is either `sums`, a tensor that batches and processes add up, or `rows`, all values seen, for
-metrics that need the whole sample. Three properties of torchmetrics shape this file:
+metrics that need all values together. Three properties of torchmetrics shape this file:
 
 - `module.to(torch.bfloat16)` would cast the states, and a bfloat16 count stops at 256; these states keep their dtype.
 - A process without data sends an empty placeholder with the metric's dtype and one axis; rows are therefore stored as
   flat float64 tensors.
 - `MetricCollection` merges metrics permanently if their states agree after the first batch, as the states of 90 % and
-  95 % coverage may; a state's name therefore carries every setting that `update` depends on.
+  95 % coverage may. The name of a state therefore contains every setting that `update` depends on, so that different
+  metrics are not merged.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,14 +73,15 @@ class AdditiveMetric(Metric):
 
     @property
     def sums(self) -> Tensor:
-        """The sums so far; over all processes inside `compute` and `gathered`."""
+        """The sums so far: those of this process, or, inside `compute` and `gathered`, of all processes."""
         return getattr(self, self._state_name)
 
     @property
     def rows(self) -> Tensor:
-        """All rows so far, `[N, *shape]`; over all processes inside `compute` and `gathered`."""
+        """All rows so far, `[N, *shape]`: those of this process, or, inside `compute` and `gathered`, of all
+        processes."""
         state = getattr(self, self._state_name)
-        if isinstance(state, list):  # not yet gathered
+        if isinstance(state, list):  # the rows of the processes have not been gathered yet
             empty = torch.empty(0, dtype=accumulation_dtype(self.device), device=self.device)
             state = torch.cat(state) if state else empty
         return state.reshape(-1, *self._row_shape)
@@ -102,7 +104,7 @@ class AdditiveMetric(Metric):
             device = fn(torch.empty(0, device=state.device)).device
             if not state.is_floating_point():
                 return state.to(device)
-            dtype = accumulation_dtype(device)  # a device without float64 cannot receive or create it
+            dtype = accumulation_dtype(device)  # some devices have no float64, so convert before moving there
             return state.to(device).to(dtype) if dtype == torch.float64 else state.to(dtype).to(device)
 
         return super()._apply(move, exclude_state)
@@ -111,7 +113,7 @@ class AdditiveMetric(Metric):
 class MeanMetric(AdditiveMetric):
     """A mean over examples, from the sums (Σ, n). NaN if nothing was counted."""
 
-    batch_sums: ClassVar[Callable[..., Tensor]]  # (Σ, n) of the checked inputs of a batch
+    batch_sums: ClassVar[Callable[..., Tensor]]  # computes (Σ, n) from the checked inputs of a batch
 
     def __init__(self, settings: Sequence[Any] = (), **kwargs: Any) -> None:
         super().__init__(**kwargs)

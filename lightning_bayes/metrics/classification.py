@@ -117,7 +117,8 @@ class CalibrationError(AdditiveMetric):
     """Distance between confidence and accuracy: ECE, RMSCE or MCE. NaN if nothing was counted.
 
     Bins of equal width take constant memory. Bins of equal mass keep all confidences and are exact; with `resolution`
-    they are cut from a histogram with that many cells, in constant memory, and treat each cell as one confidence.
+    the bins are cut from a histogram with that many cells, in constant memory, and all confidences in a cell count as
+    equal.
 
     Args:
         n_bins: 15 is common; the UCI runs of the GLM-predictive paper (Immer et al., 2021) use 10.

@@ -52,7 +52,7 @@ class OODDetection(AdditiveMetric):
             self.keep_sums(resolution, 2, settings=score_range)
 
     def update(self, score: Tensor, is_ood: Tensor) -> None:
-        """Add scores `[B]`, larger meaning more out-of-distribution, and the true kind of each input."""
+        """Add scores `[B]`, larger meaning more out-of-distribution, and whether each input is out-of-distribution."""
         rows = _ood_rows(score, is_ood, self.validate_args)  # [N, 2]
         self.accumulate(rows if self.keeps_rows else _ood_counts(rows, self.resolution, self.score_range))
 

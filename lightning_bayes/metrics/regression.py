@@ -26,13 +26,13 @@ from lightning_bayes.metrics.functional.statistics import Norm, regression_input
 
 
 class RealTargets(AdditiveMetric):
-    """A metric of Gaussian or Student-t predictions, computed from sums over them."""
+    """A metric of Gaussian or Student-t predictions, computed from sums over the predictions."""
 
     batch_sums: ClassVar[Callable[..., Tensor]]  # called with the checked inputs of a batch, and settings
     settings: tuple[Any, ...] = ()
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor, df: Freedom = None) -> None:
-        """Add every element of tensors of the same shape."""
+        """Add a batch: each element of the tensors, which have the same shape, is one prediction."""
         inputs = regression_inputs(mean, variance, target, df, self.validate_args)
         self.accumulate(self.batch_sums(*inputs, *self.settings))
 

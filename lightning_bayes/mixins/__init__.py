@@ -1,4 +1,5 @@
-"""Mixins that make a LightningModule variational: every weight gets a Gaussian, and both are trained together."""
+"""Mixins that make a LightningModule variational: every weight gets a Gaussian, whose mean and variance are trained
+together."""
 
 from lightning_bayes.mixins.activations import replace_activations, warn_piecewise_linear
 from lightning_bayes.mixins.gaussian_weights import PatternError, PriorStdError, VariationalError

@@ -23,7 +23,7 @@ from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.messages import warn
 
-# Others have a continuous first derivative: GELU, SiLU, Mish, Softplus, Tanh, CELU, ELU(alpha=1), …
+# Activations with a kink. GELU, SiLU, Mish, Softplus, Tanh, CELU, ELU(alpha=1) and others have none.
 _ACTIVATIONS = (
     nn.ReLU,
     nn.LeakyReLU,
@@ -54,15 +54,15 @@ def replace_activations(module: nn.Module, replacement: Callable[[], nn.Module] 
     """Replace every activation module that has a kink by a smooth one, and return the module.
 
     This replaces ReLU, LeakyReLU, PReLU, RReLU, ReLU6, Hardtanh, Hardsigmoid, Hardswish, Hardshrink, Softshrink,
-    Threshold, SELU, and ELU with an alpha other than 1. An activation that is used in several places gets one
-    replacement for all of them. A PReLU's parameter and the hooks of a replaced layer are lost, so call this before
+    Threshold, SELU, and ELU with an alpha other than 1. An activation module that is used in several places gets the
+    same replacement in all of them. A PReLU's parameter and the hooks of a replaced layer are lost, so call this before
     training and before a variational module creates log σ: in the `__init__` of your own module.
 
     It does not replace max-pooling (use average pooling or a stride), the activation functions that `nn.RNN` and
     `nn.TransformerEncoderLayer` take by name, or functions called in a `forward`, such as `F.relu(x)`.
 
     Args:
-        module: changed in place; if it is such an activation itself, the replacement is returned.
+        module: changed in place; if the module itself is an activation with a kink, its replacement is returned.
         replacement: a module class or a function that returns a new module.
     """
     instance("module", module, nn.Module, "an nn.Module")
@@ -150,7 +150,7 @@ class _KinkRecorder(TorchFunctionMode):
 
 
 def _kinks_in_forward(module: nn.Module, example: Any) -> dict[str, str]:
-    inputs.batch_size(example)  # raises if it has no tensor
+    inputs.batch_size(example)  # raises an error if the example has no tensor
     recorder = _KinkRecorder()
 
     def leave(*_: Any) -> None:  # returns nothing, because the result of a hook replaces the output

@@ -11,7 +11,7 @@ The prior's standard deviation `s` of a parameter is a number or a word:
 - `"he"`: `s = √(2/fan_in)`, the scale of He initialisation. A bias uses the fan-in of its layer's weight; a layer
   without a matrix (the scale and shift of a norm) has `s = 1`.
 - `"weight_decay"`: a mean negative log-likelihood over `N` examples with the penalty `wd/2 ‖μ‖²` has the prior
-  `s = 1/√(N·wd)`. It is known when training starts; until then log σ starts from "he".
+  `s = 1/√(N·wd)`. This `s` is known only when training starts; until then log σ has the value for "he".
 
 A name pattern is `"net.0.weight"`, `"*.bias"`, or the name of a module, which matches all of its parameters.
 """
@@ -70,12 +70,12 @@ class GaussianWeights:
 
     def __init__(self, module: LightningModule, options: VariationalOptions) -> None:
         self.module, self.options = module, options
-        self.n_data = options.n_data  # N; None until training starts if it must be counted
+        self.n_data = options.n_data  # N; None before training starts, if N must be counted
         self.read_as = Output(options.network.output, options.network.class_dim)  # completed by the first batch
         self.draws = 0  # number of random draws so far
-        self.called_vl_loss = False  # in the current training step
+        self.called_vl_loss = False  # whether `vl_loss` was called in the current training step
         self.checks = StepChecks(module, options.likelihood)
-        self.checked_kinks = False  # in the current fit
+        self.checked_kinks = False  # whether the module was searched for kinks in the current fit
         weights = self._candidates()
         stds, self.decayed = find_priors(options.prior_std, weights, self.network)
         self.prior_std = {name: s for name, s in stds.items() if name not in self.decayed}  # the known s
@@ -167,8 +167,8 @@ class GaussianWeights:
 
     @torch.no_grad()
     def add_kl(self, value: Tensor, gradients: Gradients, is_wrong: Tensor) -> tuple[Tensor, Tensor]:
-        """The KL divergence, and the loss `value + β/N · KL` with the sum of the `gradients` of `value` and those of
-        the KL divergence; the sum is zero if the step is wrong."""
+        """The KL divergence, and the loss `value + β/N · KL`. The gradient of this loss is the sum of the given
+        `gradients` of `value` and the gradients of the KL divergence; all of it is zero if the step is wrong."""
         pairs = self.pairs()
         if not pairs:
             kl, gradients = value.new_zeros(()), without_wrong(gradients, is_wrong)
@@ -232,7 +232,7 @@ class GaussianWeights:
         return {"n_data": self.n_data, "draws": self.draws, "prior_std": from_decay, "output": output}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The state is empty for a checkpoint of the module before it was variational."""
+        """The state is empty if the checkpoint was written before the module became variational."""
         self.draws = state.get("draws", 0)
         self.read_as = Output(**state.get("output", asdict(self.read_as)))
         if self.options.n_data is None:
@@ -240,7 +240,7 @@ class GaussianWeights:
         self.prior_std.update({n: s for n, s in state.get("prior_std", {}).items() if n in self.decayed})
 
     def add_missing_log_sigma(self, weights: dict[str, Tensor]) -> None:
-        """Add log σ to the `weights` of a checkpoint that has none, because the module was not variational then."""
+        """Add log σ to the `weights` of a checkpoint that was written before the module became variational."""
         own = {f"log_sigma.{key}": value for key, value in self.log_sigma.state_dict().items()}
         missing = [key for key in own if key not in weights]
         if missing:
@@ -325,8 +325,8 @@ class LogSigma(nn.Module):
 
 
 def encode(name: str) -> str:
-    """A name without dots. A parameter of the top module gets a leading slash, because one called `values` would hide
-    the method.
+    """A name without dots. A parameter of the top module gets a leading slash, because a parameter called `values`
+    would hide the method of that name.
 
     >>> encode("net.0.weight"), encode("values")
     ('net/0/weight', '/values')
@@ -344,7 +344,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def by_pattern(given: Mapping[str, Value], names: Iterable[str], argument: str) -> dict[str, Value]:
-    """The value of each name that matches a pattern; the most specific pattern counts."""
+    """The value of each name that matches a pattern. If several patterns match, the most specific one counts."""
     names = list(names)
     check_patterns(given, names, argument)
     most_specific_first = sorted(given, key=lambda pattern: len(re.sub(r"\[[^]]*\]|[*?]", "", pattern)), reverse=True)
@@ -367,8 +367,8 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str], argument: str)
 def find_priors(
     given: float | str | Mapping[str, float | str], weights: Mapping[str, nn.Parameter], network: nn.Module
 ) -> tuple[dict[str, float], tuple[str, ...]]:
-    """`s` of each weight of `network`, and the names of the weights that take it from weight decay. The latter have a
-    provisional `s` until training starts."""
+    """`s` of each weight of `network`, and the names of the weights that take `s` from weight decay. These weights have
+    a provisional `s` until training starts."""
     fan_in = _fan_ins(weights, network)
     patterns = given if isinstance(given, Mapping) else {"*": given}
     values = by_pattern({pattern: _check_prior_std(value) for pattern, value in patterns.items()}, weights, "prior_std")
@@ -389,7 +389,8 @@ def from_weight_decay(
     known: Collection[str],
 ) -> dict[str, float]:
     """`s = 1/√(N·wd)` of `weights`. Their weight decay becomes zero, because the KL divergence replaces it. Weights
-    with a `known` prior may have no weight decay; `others` must keep theirs."""
+    whose prior is already `known` need no weight decay. The weight decay of the parameters in `others` must not
+    change."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups if group.get("weight_decay")]
     decay = {p: float(group["weight_decay"]) for group in groups for p in group["params"]}
     without = [name for name, p in weights.items() if p not in decay and name not in known]
@@ -432,7 +433,8 @@ def warn_of_optimizers(optimizers: list[Optimizer], weights: Mapping[str, tuple[
 
 
 def _fan_ins(weights: Mapping[str, nn.Parameter], network: nn.Module) -> dict[str, float]:
-    """Inputs per output; 2 for a layer without a matrix, for which "he" is 1."""
+    """The fan-in of each weight: inputs per output of its layer. It is 2 for a layer without a matrix, so that "he"
+    gives `s = 1`."""
     names = {id(p): name for name, p in weights.items()}
     fan_ins: dict[str, float] = {}
     for layer in network.modules():

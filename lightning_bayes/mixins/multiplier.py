@@ -1,17 +1,18 @@
 """`LogSigmaMultiplierMixin`: a larger learning rate for log σ than for the weights.
 
-The Variational Laplace paper (section 5.1) multiplies it by 10. At the weights' learning rate, Adam stops before the
-variances have converged, and the result is close to MAP. Adam's step `Δθ = η m/(√v + ε)` (eq. (32)) does not change if
-the gradient is scaled, so a multiplier needs separate param groups: `η_σ = multiplier · η` with the learning rate η of
-the group that the parameter came from, at every step and on every schedule.
+The Variational Laplace paper (section 5.1) multiplies the learning rate of log σ by 10. At the weights' learning rate,
+Adam stops before the variances have converged, and the result is close to MAP. Adam's step `Δθ = η m/(√v + ε)` (eq.
+(32)) does not change if the gradient is scaled, so a multiplier needs separate param groups: `η_σ = multiplier · η`,
+where η is the learning rate of the param group that the parameter came from. This holds at every step and on every
+schedule.
 
 Adam moves a parameter by at most its learning rate per step, so over training
 
     |Δ log σ| ≤ Σ_t multiplier · η_t.
 
-log σ starts at `log s − 3` and must be able to return to the prior: a bound below 3 means that training stops too
-early. The bound is summed while training runs. Before training, every step is assumed to have the highest learning rate
-that is known.
+log σ starts at `log s − 3` and must be able to return to `log s`, its value under the prior. If the bound is below 3,
+training stops too early for that. The bound is summed while training runs. Before training, the bound assumes that
+every step has the highest known learning rate.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lightning_bayes.network import private
 from lightning_bayes.network.messages import warn
 from lightning_bayes.trainer.private import is_dev_run
 
-# Their steps grow with the gradient, so the learning rate bounds nothing.
+# The steps of these optimizers grow with the gradient, so the learning rate does not bound them.
 _UNBOUNDED = (torch.optim.SGD, torch.optim.ASGD, torch.optim.Rprop, torch.optim.LBFGS)
 
 # Keys of a group of log σ: its multiplier, the index of the group that it was split from, and the bound so far.
@@ -57,10 +58,10 @@ class LogSigmaMultiplierMixin(MixinBase):
     """Train log σ at a multiple of the weights' learning rate: `class Bayes(LogSigmaMultiplierMixin,
     VariationalLaplaceMixin, YourModule)`.
 
-    When a fit starts, log σ moves out of its param groups (or those of its weight, if no optimizer has it) into new
-    groups, with the learning rate times the multiplier and no weight decay. Your schedules apply to all groups. This
-    works with any optimizer and schedulers of the module, also those that `LightningCLI` configures. A resumed fit uses
-    the multiplier of the module, not that of the checkpoint.
+    When a fit starts, the parameters log σ move out of their param groups into new groups (a log σ that no optimizer
+    has is first added to the group of its weight), with the learning rate times the multiplier and no weight decay.
+    Your schedules apply to all groups. This works with any optimizer and schedulers of the module, also those that
+    `LightningCLI` configures. A resumed fit uses the multiplier of the module, not that of the checkpoint.
 
     If your class overrides `on_fit_start`, it must call `super().on_fit_start()`.
 
@@ -74,7 +75,7 @@ class LogSigmaMultiplierMixin(MixinBase):
     def __init__(self, *args: Any, log_sigma_multiplier: float | dict[str, float] = 10.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.log_sigma_multiplier = _plain_multipliers(log_sigma_multiplier)
-        # `load_from_checkpoint` finds it here, even if the user's module saves no hyperparameters.
+        # `load_from_checkpoint` finds the multiplier here, even if the user's module saves no hyperparameters.
         self.hparams["log_sigma_multiplier"] = self.log_sigma_multiplier
         if hasattr(self, "log_sigma"):
             multipliers(self.log_sigma_multiplier, self.log_sigma.keys())  # raise for a wrong pattern now
@@ -112,7 +113,7 @@ def _plain_multipliers(given: Any) -> float | dict[str, float]:
 
 
 def _split_groups(module: LightningModule, multiplier: float | Mapping[str, float]) -> None:
-    # Lightning uses a dummy without groups if a module has no optimizer.
+    # If a module has no optimizer, Lightning uses a dummy optimizer without param groups.
     optimizers = [optimizer for optimizer in module.trainer.optimizers if optimizer.param_groups]
     if not optimizers:
         return
@@ -153,8 +154,8 @@ def add_missing(
 
 
 def split(optimizer: Optimizer, schedulers: Iterable[Any], multipliers: Mapping[Tensor, float]) -> None:
-    """Move the parameters in `multipliers` to separate groups, and extend the optimizer's schedulers to these. Groups
-    that were split before only get the new multiplier."""
+    """Move the parameters in `multipliers` to separate groups, and extend the optimizer's schedulers to these groups.
+    Groups that an earlier fit has split off only get their new multiplier."""
     is_first = not any(PARENT in group for group in optimizer.param_groups)
     has_any = any(p in multipliers for group in optimizer.param_groups for p in group["params"])
     if has_any and isinstance(optimizer, torch.optim.LBFGS):
@@ -187,7 +188,8 @@ def _log_sigma_groups(optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _keep_own(optimizer: Optimizer, own: Mapping[int, dict[str, Any]]) -> None:
-    """Keep the module's multipliers, because a checkpoint brings those that it was trained with."""
+    """Keep the module's multipliers when a checkpoint is loaded, because its optimizer state has the multipliers of the
+    earlier training."""
     for index, entries in own.items():
         optimizer.param_groups[index].update(entries)
 
@@ -222,23 +224,23 @@ def _extend_scheduler(scheduler: Any, children: list[tuple[int, float]], before:
         values = getattr(scheduler, name, None)
         if isinstance(values, (list, tuple)) and len(values) == before:
             new = [m * values[parent] if name in _SCALED else values[parent] for parent, m in children]
-            setattr(scheduler, name, [*values, *new])  # a new list: chained schedulers share theirs
+            setattr(scheduler, name, [*values, *new])  # assign a new list, because chained schedulers share one list
 
 
 def _before_step(optimizer: Optimizer, *args: Any) -> None:
     keep_ratio(optimizer)
     for _, group in _log_sigma_groups(optimizer):
-        if BOUND in group:  # removed once the user has been warned
+        if BOUND in group:  # the bound is no longer summed once the user has been warned
             group[BOUND] = group[BOUND] + group["lr"]
 
 
 def keep_ratio(optimizer: Optimizer) -> None:
     """Set the learning rate of log σ from that of the parent group. Otherwise a floor (`eta_min`), a threshold, or a
-    learning rate set by hand would be the same number for both."""
+    learning rate set by hand would apply to log σ without the multiplier."""
     for _, group in _log_sigma_groups(optimizer):
         lr = group[MULTIPLIER] * optimizer.param_groups[group[PARENT]]["lr"]
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)  # compiled and captured optimizers keep the tensor
+            group["lr"].fill_(lr)  # in place, because compiled and captured optimizers keep a reference to this tensor
         else:
             group["lr"] = lr
 
@@ -247,10 +249,10 @@ def keep_ratio(optimizer: Optimizer) -> None:
 
 
 def _warn_before_training(trainer: Trainer) -> None:
-    """Warn if there are too few steps even at the highest known learning rate."""
+    """Warn if training has too few steps for log σ to return to the prior, even at the highest known learning rate."""
     if is_dev_run(trainer) or not any(_bounded_groups(optimizer) for optimizer in trainer.optimizers):
         return
-    steps = trainer.estimated_stepping_batches  # this loads the training data
+    steps = trainer.estimated_stepping_batches  # reading this property loads the training data
     if not 1 <= steps < math.inf:
         return
     for optimizer in trainer.optimizers:
@@ -269,7 +271,7 @@ def _warn_before_training(trainer: Trainer) -> None:
 
 
 def _warn_after_training(trainer: Trainer) -> None:
-    """Warn if the learning rates of all steps were too small."""
+    """Warn if the learning rates of all steps together were too small for log σ to return to the prior."""
     if is_dev_run(trainer):
         return
     for optimizer in trainer.optimizers:

@@ -1,13 +1,15 @@
-"""The user's `training_step` inside a variational one: it runs unchanged, is checked, and gets another gradient.
+"""The user's `training_step` inside a variational one: it runs unchanged, its loss is checked, and the loss gets
+another gradient.
 
 One forward pass of the network is recorded. It can be repeated at other weights with the same inputs, random numbers
 and buffers. The returned loss must be the mean negative log-likelihood (NLL) of the recorded outputs, so that a squared
 gradient or a KL divergence can be added at the right scale.
 
-The checks of a step stay on the device, because reading a value forces a device sync. They are read in the first step,
-every `CHECK_INTERVAL` steps, and at the end of an epoch. Until then a bad step has a gradient of zero and leaves the
-weights alone. Checks that need the graph of the loss run only in the steps that read: the loss must depend on
-parameters through the outputs alone, and on the outputs as the likelihood does.
+The checks of a step stay on the device, because reading a value forces a device sync. Their results are read in the
+first step, every `CHECK_INTERVAL` steps, and at the end of an epoch. Until an error is raised, a bad step has a
+gradient of zero, so it does not change the weights. Two checks need the graph of the loss and run only in the steps
+that read results: the loss must depend on parameters only through the network's outputs, and its gradient with respect
+to the outputs must be that of the NLL.
 """
 
 from __future__ import annotations
@@ -55,20 +57,22 @@ class Step:
     loss: Tensor  # the mean NLL of the true labels
     call: ForwardCall
     f: Tensor
-    y: Tensor  # zero where targets are wrong
-    is_wrong: Tensor  # whether the step must have no effect
+    y: Tensor  # the targets, with zeros in place of wrong targets
+    is_wrong: Tensor  # whether the step failed a check and must have no effect on the weights
 
     def with_loss(self, loss: Tensor) -> Any:
         return {**self.returned, "loss": loss} if isinstance(self.returned, dict) else loss
 
 
 def run_step(q: GaussianWeights, step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
-    """Run the user's step. Returns a `Step`, or, if there is nothing to add, what the user's step returned."""
+    """Run the user's step. Returns a `Step`. If the variational loss needs nothing more (the step skipped the batch, or
+    called `vl_loss` itself), this returns what the user's step returned."""
     module, options = q.module, q.options
     q.called_vl_loss = False
     if "dataloader_iter" in inspect.signature(step).parameters:
         raise StepError("training_step takes a dataloader_iter, which hides the batch: take the batch itself")
-    # Only `backward()` sees into it; for `torch.autograd.grad` the parameters inside have no gradient.
+    # Reentrant activation checkpointing works only with `backward()`: `torch.autograd.grad` finds no gradient for the
+    # parameters inside.
     hidden = StepError(
         "reentrant activation checkpointing hides its layers from the gradients of a variational step: call "
         "torch.utils.checkpoint.checkpoint with use_reentrant=False"
@@ -100,12 +104,12 @@ def run_step(q: GaussianWeights, step: Callable[..., Any], batch: Any, batch_idx
 
 @dataclass
 class ForwardCall:
-    """One call of the network: its inputs and outputs, and the state that it started from."""
+    """One call of the network: its inputs and outputs, and the random state and buffers before the call."""
 
     network: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    versions: list[int]  # version counters of the input tensors
+    versions: list[int]  # version counters of the input tensors, which reveal changes in place
     rng: RandomState
     buffers: Buffers
     returned: Any = None
@@ -165,7 +169,7 @@ def recorded_calls(network: nn.Module) -> Iterator[list[ForwardCall]]:
         call.returned = output
         calls.append(call)
 
-    # Before and after all hooks of the user, which are part of the network.
+    # The hooks run before and after all hooks of the user, which count as part of the network.
     first = network.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     with first, network.register_forward_hook(after, with_kwargs=True):
         yield calls
@@ -212,7 +216,7 @@ class StepChecks:
     def __init__(self, module: nn.Module, likelihood: Likelihood) -> None:
         self._module, self._likelihood = module, likelihood
         self._n_steps = 0
-        self._wrong, self._outputs = FirstWrong(), torch.empty(0, device="cpu")  # no outputs yet
+        self._wrong, self._outputs = FirstWrong(), torch.empty(0, device="cpu")  # empty until the first step
 
     @property
     def is_due(self) -> bool:
@@ -220,11 +224,11 @@ class StepChecks:
         return self._n_steps % CHECK_INTERVAL == 0
 
     def add(self, f: Tensor, y: Tensor, loss: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Check a step; `loss` must be the mean NLL. Returns the targets, with zeros for wrong ones, and whether
-        anything is wrong."""
+        """Check a step. `loss`, if given, must equal the mean NLL. Returns the targets, with zeros in place of wrong
+        targets, and whether any check failed."""
         check_fit(self._likelihood, f, y)
         if self.is_due:
-            self.raise_pending()  # raises errors of earlier steps
+            self.raise_pending()  # raises the first error of the earlier steps
             self._likelihood.check(f, y)
         is_nan = f.isnan().any()
         wrong, is_impossible, target = wrong_in(self._likelihood, f, y)
@@ -263,7 +267,8 @@ class StepChecks:
 
     def check_graph(self, loss: Tensor, returned: Tensor, read: Callable[[Tensor], Tensor], y: Tensor) -> None:
         """Check that the loss depends on parameters only through the tensor that the network `returned`, and that its
-        gradient there equals that of the mean NLL. `read` gives the outputs in `returned`."""
+        gradient with respect to this tensor equals that of the mean NLL. `read` extracts the outputs from
+        `returned`."""
         around = {id(leaf) for leaf in _leaves_around(loss, returned)}
         parameters = {name: p for name, p in self._module.named_parameters() if id(p) in around}
         names = _with_direct_gradient(loss, returned, parameters)
@@ -290,7 +295,7 @@ def _or_vl_loss(module: nn.Module) -> str:
 
 
 def _leaves_around(loss: Tensor, returned: Tensor) -> list[Tensor]:
-    """The leaves on paths of the graph that avoid `returned`."""
+    """The leaf tensors that the loss reaches by paths of the graph that do not pass through `returned`."""
     leaves: list[Tensor] = []
     visited, waiting = {returned.grad_fn}, [loss.grad_fn]
     while waiting:
@@ -305,12 +310,14 @@ def _leaves_around(loss: Tensor, returned: Tensor) -> list[Tensor]:
 
 
 def _with_direct_gradient(loss: Tensor, returned: Tensor, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """The parameters whose gradient does not come through `returned` alone; for `0 * p.sum()` that part is zero."""
+    """The names of the parameters that get a nonzero part of their gradient by a path around `returned`. A term such as
+    `0 * p.sum()` does not count, because its gradient is zero."""
     if not parameters or not returned.requires_grad:
         return []
     θ = list(parameters.values())
     of_returned, *whole = torch.autograd.grad(loss, [returned, *θ], retain_graph=True, allow_unused=True)
-    if of_returned is None:  # the graph of a compiled step has no such edge
+    # The graph of a compiled step does not connect the loss with `returned`
+    if of_returned is None:
         return []
     through = torch.autograd.grad(returned, θ, of_returned, retain_graph=True, allow_unused=True)
     names = []
@@ -326,15 +333,17 @@ def _with_direct_gradient(loss: Tensor, returned: Tensor, parameters: Mapping[st
 
 @torch.no_grad()
 def without_wrong(gradients: Gradients, is_wrong: Tensor) -> Gradients:
-    """The gradients, or zeros if `is_wrong`, on the device. A product would not work: NaN times zero is NaN."""
+    """The gradients, or zeros if `is_wrong`, without a device sync. Multiplying by zero would not work, because NaN
+    times zero is NaN."""
     return {p: g.masked_fill(is_wrong, 0) for p, g in gradients.items()}
 
 
 def with_known_gradient(value: Tensor, gradients: Gradients) -> Tensor:
-    """`value` with the given gradients; other parameters are not part of the graph.
+    """A scalar equal to `value` whose gradients are the given ones. Parameters without a given gradient are not part of
+    its graph.
 
-    Lightning differentiates the result of `training_step`, with loss scaling, accumulation and the hooks of DDP. This
-    way, gradients that were computed inside the step take the same path.
+    Lightning differentiates the result of `training_step`, with loss scaling, accumulation and the hooks of DDP. With
+    this function, gradients that were computed inside the step get the same treatment.
 
     >>> w = nn.Parameter(torch.ones(2))
     >>> (3 * with_known_gradient(torch.tensor(5.0), {w: torch.tensor([1.0, 2.0])})).backward()

@@ -30,12 +30,12 @@ from lightning_bayes.trainer.module import refuse_sharded
 if TYPE_CHECKING:
     MixinBase = LightningModule
 else:
-    MixinBase = object  # at run time, a mixin comes before the user's LightningModule
+    MixinBase = object  # at run time, a mixin needs no base, because it is combined with the user's LightningModule
 LossWord = Literal["returned", "likelihood"]
 EstimatorWord = Literal["fisher", "empirical", "hessian"]
 StepMethod = Literal["auto", "exact", "finite_difference", "two_passes"]
-_KEY = "variational"  # the key in a checkpoint
-_NOT_KEYS = ("save", "calibrate", "progress")  # options of callbacks only
+_KEY = "variational"  # the key of the mixin's state in a checkpoint
+_NOT_KEYS = ("save", "calibrate", "progress")  # options that only callbacks have
 
 
 class OptionError(ValueError):
@@ -48,7 +48,7 @@ class VariationalOptions(UseOptions):
 
     Args:
         likelihood: "classification", "binary", "regression", or a `Likelihood`.
-        beta: weight of the KL divergence, which tempers the posterior.
+        beta: weight of the KL divergence in the loss; it tempers the posterior.
         prior_std: standard deviation of the prior: a number, "he" (√(2/fan-in)), "weight_decay" (from the optimizer,
             whose weight decay becomes zero), or one of these per name pattern, as in {"head": 0.1, "*": "he"}.
         n_data: number of training examples over all processes; counted by default.
@@ -86,7 +86,7 @@ class VariationalOptions(UseOptions):
         super().__post_init__()
         if self.predictive.kind == "gp":
             raise ValueError("a variational module keeps no training points for predictive='gp': use LaplaceCallback")
-        self.likelihood.choose_link(self.predictive.link)  # raises for an unknown link
+        self.likelihood.choose_link(self.predictive.link)  # raises an error for an unknown link
         word("loss", self.loss, get_args(LossWord))
         word("estimator", self.estimator, get_args(EstimatorWord))
         word("method", self.method, get_args(StepMethod))
@@ -110,7 +110,7 @@ def options_from(
         if key not in known:
             raise OptionError(f"variational has no key {key!r}: use {', '.join(map(repr, known))}")
     if "likelihood" in options:
-        given_likelihood = options["likelihood"]  # an object, a word, or the state that `plain` made
+        given_likelihood = options["likelihood"]  # a `Likelihood`, a word, or the state that `plain` has stored
         try:
             is_state = isinstance(given_likelihood, Mapping)
             options["likelihood"] = (Likelihood.from_state if is_state else resolve)(given_likelihood)
@@ -194,16 +194,17 @@ def make_variational(
     predictive: PredictiveOption,
     unused: tuple[str, ...],
 ) -> None:
-    """Call this in a mixin's `__init__`; for the arguments see `options_from`."""
+    """Make the module variational: called in the `__init__` of a mixin. For the arguments see `options_from`."""
     options = options_from(given, name=name, predictive=predictive, unused=unused)
-    # `load_from_checkpoint` finds it here, even if the user's module saves no hyperparameters.
+    # `load_from_checkpoint` finds the options here, even if the user's module saves no hyperparameters.
     module.hparams["variational"] = plain(given)
     module._variational = GaussianWeights(module, options)
     module.log_sigma = module._variational.log_sigma
 
 
 class VariationalCallback(PosteriorCallback):
-    """Uses the module's current posterior. It stores nothing, because the module's weights are the posterior."""
+    """Scores and predicts with the module's current posterior. It stores no posterior, because the module's own
+    parameters define it."""
 
     def __init__(self, q: GaussianWeights) -> None:
         options = {field.name: getattr(q.options, field.name) for field in fields(UseOptions)}

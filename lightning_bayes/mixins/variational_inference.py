@@ -11,7 +11,7 @@ Gaussian weights, the output of a linear layer (or one position of a convolution
     z = W a + b,    E[z] = μ_W a + μ_b,    Var[z] = σ_W² a² + σ_b².
 
 Every example then has different noise, which reduces the variance of the gradient. Positions of a convolution are
-sampled independently. Weights that are used in any other way are sampled themselves.
+sampled independently. Weights of other layers are sampled themselves.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class VariationalInferenceMixin(VariationalMixin):
 
 @contextmanager
 def sampled_weights(q: GaussianWeights, log_σ: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[Gradients]:
-    """Put the module at sampled weights, and yield their moves `σ ε`. With the local reparameterisation, weights
-    without a move have their layer's output sampled instead."""
+    """Put the module at sampled weights, and yield their moves `σ ε`. With the local reparameterisation, some weights
+    do not move: the output of their layer is sampled instead."""
     generator, local = new_generator(q), set[nn.Parameter]()
     if q.options.local_reparameterization:
         local = local_parameters(q.network) & set(log_σ)
@@ -109,7 +109,7 @@ def sampled_weights(q: GaussianWeights, log_σ: Mapping[nn.Parameter, nn.Paramet
 
 @torch.no_grad()
 def _moves(log_σ: Mapping[nn.Parameter, nn.Parameter], generator: torch.Generator) -> Gradients:
-    """`σ ε`, in one block of memory."""
+    """The moves `σ ε` of all given weights, in one block of memory."""
     if not log_σ:
         return {}
     σ = flat(log_σ.values()).exp_()
@@ -125,7 +125,8 @@ def new_generator(q: GaussianWeights) -> torch.Generator:
 
 
 def scaled_gradients(q: GaussianWeights, loss: Tensor, θ: list[nn.Parameter]) -> Gradients:
-    """Gradients computed with the loss scale of 16-bit mixed precision, without which small ones vanish."""
+    """Gradients computed with the loss scale of 16-bit mixed precision, because small gradients would vanish without
+    this scale."""
     trainer = q.trainer
     scale = 1.0 if trainer is None else gradient_scale(trainer)
     gradients = torch.autograd.grad(loss * scale, θ, allow_unused=True)
@@ -134,20 +135,20 @@ def scaled_gradients(q: GaussianWeights, loss: Tensor, θ: list[nn.Parameter]) -
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAYERS = (nn.Linear, *_CONVOLUTIONS)
-_SMALLEST = 1e-16  # the smallest variance, because its root is differentiated
+_SMALLEST = 1e-16  # variances are clamped to this value, because the derivative of the root is infinite at zero
 
 
 class LocalReparameterization:
     """While active, for one call of `network`, layers with a weight or bias in `log_σ` return a sample.
 
-    Activation checkpointing calls layers again in the backward pass, after the network's call. They get the same noise
-    again, so the backward pass must end inside the context.
+    Activation checkpointing calls layers again in the backward pass, after the network's call. A repeated call gets the
+    same noise as the first call, so the backward pass must end inside the context.
     """
 
     def __init__(self, network: nn.Module, log_σ: Mapping[nn.Parameter, Tensor], generator: torch.Generator) -> None:
         self._network, self._log_σ, self._generator = network, log_σ, generator
         self._hooks = ExitStack()
-        self._drawn: dict[nn.Module, list[Tensor]] = {}  # the generator's state before each draw
+        self._drawn: dict[nn.Module, list[Tensor]] = {}  # the generator's state before each draw for a layer
         self._over = False
         self._seen: set[nn.Parameter] = set()
         self.confused: set[nn.Parameter] = set()  # weights of layers with several calls, one of which was repeated
@@ -155,7 +156,7 @@ class LocalReparameterization:
     def __enter__(self) -> LocalReparameterization:
         for layer in self._network.modules():
             if type(layer) in _LAYERS and any(p in self._log_σ for p in layer.parameters(recurse=False)):
-                # Prepended, so that the user's hooks see the sample.
+                # This hook is prepended, so that the user's hooks see the sampled output.
                 hook = layer.register_forward_hook(self._sample, prepend=True, with_kwargs=True)
                 self._hooks.enter_context(hook)
         self._hooks.enter_context(self._network.register_forward_hook(self._end))
@@ -166,7 +167,7 @@ class LocalReparameterization:
 
     @property
     def unseen(self) -> set[nn.Parameter]:
-        """Parameters that the network did not use in a way that can be sampled; empty before it has run."""
+        """Parameters in `log_σ` whose layers the network did not call; empty before the network has run."""
         return set(self._log_σ) - self._seen if self._over else set()
 
     def _sample(self, layer: nn.Module, args: Any, kwargs: Any, z: Tensor) -> Tensor:
@@ -178,7 +179,7 @@ class LocalReparameterization:
             return z + (spread.clamp_min(_SMALLEST).sqrt() * noise).to(z.dtype)
 
     def _σ2(self, parameter: Any) -> Tensor | None:
-        """`σ²`, if the parameter has one."""
+        """The variance `σ²` of a parameter; None if the parameter has no distribution."""
         if parameter is None or parameter not in self._log_σ:
             return None
         self._seen.add(parameter)
@@ -189,7 +190,7 @@ class LocalReparameterization:
         if not self._over:
             drawn.append(self._generator.get_state())
             return self._generator
-        if len(drawn) > 1:  # this call may repeat any of them
+        if len(drawn) > 1:  # this repeated call may belong to any of the earlier calls
             self.confused.update(p for p in layer.parameters(recurse=False) if p in self._log_σ)
         return torch.Generator(self._generator.device).set_state(drawn[0])
 
@@ -203,7 +204,7 @@ def local_parameters(network: nn.Module) -> set[nn.Parameter]:
     for layer in network.modules():
         for p in layer.parameters(recurse=False):
             owners.setdefault(p, []).append(layer)
-    # A subclass may use its weight differently.
+    # Exact types only, because a subclass of a layer may use its weight differently.
     return {p for p, layers in owners.items() if len(layers) == 1 and type(layers[0]) in _LAYERS}
 
 

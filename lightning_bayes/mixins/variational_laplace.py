@@ -5,18 +5,19 @@ drawn from the model, the objective is (Variational Laplace paper, eq. (30))
 
     (1/S) L_VL = (1/S) log P(y | x, w = μ) − R − (β/N) Σ_λ KL_λ   with   R = (S/2) Σ_λ σ_λ² ḡ_λ².
 
-It is the expected log-likelihood, expanded to second order around the mean with the Fisher information instead of the
-Hessian (eqs. (28) and (29)), minus the KL divergence from the prior. The loss is its negative. `S` is the batch size of
-one process, whose gradient is squared; `N` counts the examples of all processes.
+The objective is the expected log-likelihood, expanded to second order around the mean with the Fisher information
+instead of the Hessian (eqs. (28) and (29)), minus the KL divergence from the prior. The loss is the negative objective.
+`S` is the batch size of one process, whose gradient is squared; `N` counts the examples of all processes.
 
 `ḡ` depends on the weights, so the gradient of R contains second derivatives of the sampled loss `ℓ̃` with Hessian `H̃`:
 
     ∂R/∂log σ_λ = S σ_λ² ḡ_λ²,      ∂R/∂θ = S H̃ v   with   v = σ² ḡ.
 
-- `exact`: R with its graph, for a backward pass through the first backward pass.
+- `exact`: R as a differentiable tensor, so that the backward pass of the loss goes through the gradient `ḡ` (double
+  backward).
 - `by_differences`: R and its gradient, with `H̃ v` as the difference of two gradients, `(ḡ(θ + εv) − ḡ(θ))/ε`. A second
   ordinary forward and backward pass is cheaper than double backward, and needs no second derivatives of operators.
-- `with_true_labels`: the same, but the second pass also gives the gradient for the true labels.
+- `with_true_labels`: the same difference, but the second pass also gives the gradient of the loss of the true labels.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from lightning_bayes.network.subset import flat, parts
 from lightning_bayes.options.predictive import GLM
 from lightning_bayes.trainer.dry_run import mean_nll
 
-LARGEST_HESSIAN = 20_000  # weights
+LARGEST_HESSIAN = 20_000  # number of weights
 
 
 class VariationalLaplaceMixin(VariationalMixin):
@@ -121,7 +122,7 @@ class VariationalLaplaceMixin(VariationalMixin):
 
 
 def _exact_loss(q: GaussianWeights, nll: Tensor, f: Tensor, y: Tensor, y_sampled: Tensor | None = None) -> Tensor:
-    """The loss with its graph, for double backward."""
+    """The loss as a differentiable tensor, for double backward."""
     pairs = q.pairs().values()
     weights, log_σ = [μ for μ, _ in pairs], [l for _, l in pairs]
     if q.options.estimator == "hessian":
@@ -147,7 +148,7 @@ def _by_differences(q: GaussianWeights, step: Step) -> tuple[Tensor, Gradients]:
         sampled = gradients_of(mean_nll(likelihood, step.f, y), θ, keep_graph=not in_two)
         if in_two:
             return with_true_labels(step.call, likelihood, y, step.y, sampled, log_σ, draw_sign(q))
-        gradients = gradients_of(step.loss, θ)  # last, to free the graph before the second pass
+        gradients = gradients_of(step.loss, θ)  # computed last, because this frees the graph before the second pass
     term, term_gradients = by_differences(step.call, likelihood, y, sampled, log_σ)
     both = [p for p in term_gradients if p in gradients]
     if both:
@@ -156,12 +157,14 @@ def _by_differences(q: GaussianWeights, step: Step) -> tuple[Tensor, Gradients]:
 
 
 def draw_sign(q: GaussianWeights) -> int:
-    """1 or −1, depending on the number of the draw: the same on every process and in a resumed run."""
+    """1 or −1, chosen by the seed and the number of the draw, so it is the same on every process and in a resumed
+    run."""
     return 2 * (hashlib.sha256(f"{q.options.seed} {q.draws}".encode()).digest()[0] & 1) - 1
 
 
 def draw_labels(q: GaussianWeights, f: Tensor, y: Tensor) -> Tensor:
-    """Labels drawn from the model. The random numbers belong to the example, not to the process that it is on."""
+    """Labels drawn from the model. The random numbers depend on the index of the example, not on the process that has
+    the example."""
     q.draws += 1
     f = f.detach()
     dtype = torch.promote_types(f.dtype, torch.float32)
@@ -193,8 +196,8 @@ def _is_narrow(q: GaussianWeights) -> bool:
 
 @contextmanager
 def _kernels(q: GaussianWeights) -> Iterator[None]:
-    """Turn autocast off, because an inner gradient has no loss scale. Select kernels that support double backward if
-    the step needs it."""
+    """Turn autocast off, because gradients computed inside the step have no loss scale. Select kernels that support
+    double backward if the step needs it."""
     with ExitStack() as stack:
         stack.enter_context(torch.autocast(q.module.device.type, enabled=False))
         if q.options.method == "exact" or q.options.estimator == "hessian" or _is_narrow(q):
@@ -255,7 +258,8 @@ def hessian_term(nll: Tensor, weights: Sequence[Tensor], log_σ: Sequence[Tensor
 
 
 def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter], keep_graph: bool = False) -> Gradients:
-    """The gradient of each parameter that `loss` depends on. Do not change it in place: two may be the same tensor."""
+    """The gradient of each parameter that `loss` depends on. Do not change the gradients in place: two of them may be
+    the same tensor."""
     gradients = torch.autograd.grad(loss, list(parameters), retain_graph=keep_graph, allow_unused=True)
     return {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
 
@@ -268,7 +272,7 @@ def by_differences(
     log_σ: Mapping[nn.Parameter, nn.Parameter],
 ) -> tuple[Tensor, Gradients]:
     """`R` for labels `y`, and its gradient in the weights and in log σ. `gradients` are those of the mean NLL of `y` at
-    the output of `call`; R gets a gradient for the same parameters."""
+    the output of `call`; the gradient of R has the same parameters."""
     S = len(call.output)
     if not any(p in log_σ for p in gradients):
         return call.output.new_zeros(()), {}
@@ -310,10 +314,11 @@ def with_true_labels(
 
 @dataclass(frozen=True)
 class Direction:
-    """`v = σ² ḡ`. Parameters without a σ come last and do not move."""
+    """The direction `v = σ² ḡ` in which the weights move. Parameters without a σ come last in `parameters` and do not
+    move."""
 
     parameters: list[nn.Parameter]
-    ḡ: Tensor  # gradients of all parameters, flat
+    ḡ: Tensor  # gradients of all `parameters` as one vector
     v: Gradients
     squares: Tensor  # σ² ḡ²
     log_σ: list[nn.Parameter]
@@ -340,7 +345,7 @@ class Direction:
         return dict(zip(weights, parts(flat(self.v.values()).mul_(ε), weights), strict=True))
 
     def flatten(self, gradients: Gradients) -> Tensor:
-        """Gradients of all parameters as one vector; missing ones are zero."""
+        """Gradients of all parameters as one vector; missing gradients become zeros."""
         return flat([gradients[p] if p in gradients else torch.zeros_like(p) for p in self.parameters])
 
     def unflatten(self, vector: Tensor, like: Gradients) -> Gradients:
@@ -357,38 +362,42 @@ class Direction:
 def step_size(v: Gradients, slope: Tensor, reach: Tensor) -> Tensor:
     """`ε` for which the gradient changes by about the root of its rounding error, whatever the size of σ and weights.
 
-    The first-order change of the loss along v is `ε ḡᵀv = ε Σ σ² ḡ²`, and may be as large as `reach`. If v barely
-    changes the loss, the size of the weights is the limit. Both limits are multiplied by the root of the dtype's
-    precision. In float32 the error of `H̃ v` is 1e-3 to 4e-2 for any σ and batch size, from untrained networks to
-    networks that are certain of every label.
+    The first-order change of the loss along v is `ε ḡᵀv = ε Σ σ² ḡ²`, and may be as large as `reach`. If the loss
+    barely changes along v, the norm of the weights limits `ε v` instead. Both limits are multiplied by the square root
+    of the dtype's machine epsilon. In float32 the error of `H̃ v` is 1e-3 to 4e-2 for any σ and batch size, from
+    untrained networks to networks that are certain of every label.
     """
     length, size = (widest(flat(tensors).norm()) for tensors in (v.values(), v))
     ε = _root_precision(v) * torch.minimum(reach / slope, 0.6 * torch.where(size > 0, size, 1.0) / length)
-    return torch.where(ε.isfinite() & (ε > 0), ε, 1.0).clamp_max(1e30)  # 1 for v = 0
+    return torch.where(ε.isfinite() & (ε > 0), ε, 1.0).clamp_max(1e30)  # ε is 1 if v is zero
 
 
 def shared_step_size(v: Gradients, slope: Tensor, reach: Tensor, S: int) -> Tensor:
-    """`ε` for a pass that the true labels share, at most ten times `S` times the root of the precision.
+    """`ε` for a pass that also gives the gradient of the true labels: `step_size`, but at most `10 S` times the square
+    root of the machine epsilon.
 
-    The true labels' gradient is off by `ε ∂²ℓ/∂θ² v`, which is `ε/S` of `∂R/∂θ` if the two Hessians are alike; the
-    rounding error of `(S/ε) ḡ` is about the precision times `S/ε`. With this limit both are at most a few thousandths
-    of the gradients for any σ. For a small σ, the other limits alone would make `H̃ v`, a small part of the sum, more
-    precise than necessary, and the error in the true labels' gradient too large.
+    The error of the true labels' gradient is `ε ∂²ℓ/∂θ² v`, which is `ε/S` times `∂R/∂θ` if the Hessians of `ℓ` and
+    `ℓ̃` are alike. The rounding error of `(S/ε) ḡ`, relative to `ḡ`, is about `S/ε` times the machine epsilon. With
+    this limit both errors are at most a few thousandths of the gradients for any σ. For a small σ, the other limits
+    alone would make `H̃ v`, a small part of the sum, more precise than necessary, and the error in the true labels'
+    gradient too large.
     """
     return step_size(v, slope, reach).clamp_max(10 * S * _root_precision(v))
 
 
 def _root_precision(v: Gradients) -> float:
-    """The root of the coarsest precision among the weights; `v` itself has the finest."""
+    """Square root of the largest machine epsilon among the weights' dtypes. The tensors in `v` do not show it, because
+    they all have the widest of these dtypes."""
     return max(torch.finfo(p.dtype).eps for p in v) ** 0.5
 
 
 def reach(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     """The change of the mean loss, in nats, when outputs move by about their own size.
 
-    With residuals r and centred outputs f (sizes are roots of the mean square over examples) it is `‖r‖ ‖f‖`. The
-    logits of class labels must not move by more than about 1, and the mean over `S` examples, which move in different
-    directions, changes less than each of them. A Gaussian's loss is quadratic and may change by much more than 1.
+    This change is about `‖r‖ ‖f‖`, for residuals r and centred outputs f, with norms that are roots of the mean square
+    over examples. The logits of class labels must not move by more than about 1, and the mean over `S` examples, which
+    move in different directions, changes less than each of them. A Gaussian's loss is quadratic and may change by much
+    more than 1.
     """
     S = len(f)
     size_r = widest(likelihood.residual(f, y)).square().sum() / S

@@ -31,7 +31,7 @@ CurvatureAt = Literal["mean", "sample"]
 class UseOptions:
     """The arguments of `PosteriorCallback`, which documents them."""
 
-    name: str  # tells several callbacks apart: suffix of logged numbers, part of file names
+    name: str  # distinguishes several callbacks: suffix of logged numbers, and part of file names
     predictive: PredictiveOption
     network: Network = field(default_factory=Network)
     calibrate: CalibrateWord | None = "auto"
@@ -68,8 +68,8 @@ class Memory:
     Args:
         average: multiply the new term by `α`: a moving average instead of a leaky sum.
         scale: factor of the curvature in the precision.
-        extrapolate: multiply a batch's curvature by `N/b`, to estimate that of the dataset.
-        initial_curvature: `C₀`; the paper's code starts at the number of examples.
+        extrapolate: multiply a batch's curvature by `N/b`, to estimate the curvature of the dataset.
+        initial_curvature: the initial value `C₀` of the memory; the paper's code uses the number of training examples.
         curvature_at: measure the curvature at the "mean", or at the "sample" as the paper's code does (averaged over
             several samples).
         threshold: the largest number of features per example for which `hessian="mixed"` is exact.

@@ -30,11 +30,13 @@ Damping = Literal["glm", "ritter"]
 DiagonalMethod = Literal["exact", "approx", "mixed", "auto"]
 
 
-LARGEST_FULL = 2**26  # the most numbers in the rows of a full matrix for `structure="auto"`
+# For `structure="auto"`: the largest number of entries in the rows from which a full matrix is computed
+LARGEST_FULL = 2**26
 
 
 class StructureOption:
-    """Base of the options for `structure=`. Options that a structure lacks have neutral values."""
+    """Base of the options for `structure=`. Fields that do not apply to a structure keep their neutral default
+    values."""
 
     kind: ClassVar[str]
     passes_once: ClassVar[bool] = True  # whether one pass over the data is enough
@@ -50,12 +52,12 @@ class StructureOption:
 
 @dataclass(frozen=True)
 class AutoStructure(StructureOption):
-    """`Full` for a small regression, `Kron` otherwise. An exact matrix improves the noise and prior of a regression,
-    but not class probabilities.
+    """`Full` for a small regression, `Kron` otherwise. An exact matrix improves the tuned noise and prior of a
+    regression, but does not improve class probabilities.
 
     Args:
-        largest: a regression is small if its number of weights, or of outputs over all training examples, is at most
-            this.
+        largest: a regression is small if it has at most this number of weights, or of outputs over all training
+            examples.
     """
 
     kind = "auto"
@@ -84,8 +86,9 @@ class Kron(StructureOption):
     """A Kronecker product for each layer (KFAC).
 
     Args:
-        rank: the largest number of eigenpairs that each factor keeps; one number replaces the others. "auto" keeps 99 %
-            of the trace of factors wider than 1,000, with at most half of their eigenpairs. By default all are kept.
+        rank: the largest number of eigenpairs that each factor keeps; a single number replaces all other eigenvalues.
+            "auto" keeps 99 % of the trace of factors wider than 1,000, with at most half of their eigenpairs. By
+            default all eigenpairs are kept.
         weight_sharing: how to sum over the positions that share a layer's weights, "expand" or "reduce".
         damping: None adds the prior exactly. "glm" uses `(A + √δ) ⊗ (G + √δ)` with `A` a mean and `G` a sum over the
             data; "ritter" puts `√N` into each factor (Ritter et al. 2018).
@@ -134,8 +137,9 @@ class Diag(StructureOption):
     """The diagonal.
 
     Args:
-        method: "exact" takes a backward pass for each output. The others take one: "approx" (linear in the number of
-            outputs and features), "mixed" (exact where layers are narrow) and "auto" (exact if all layers are narrow).
+        method: "exact" takes a backward pass for each output. The other methods take one backward pass in total:
+            "approx" (linear in the number of outputs and features), "mixed" (exact where layers are narrow) and "auto"
+            (exact if all layers are narrow).
     """
 
     kind = "diag"
@@ -185,7 +189,7 @@ STRUCTURES: dict[str, type[StructureOption]] = {
 
 
 def register_structure(word: str, passes: int) -> None:
-    """Register `structure=word` for an accumulator that is defined elsewhere."""
+    """Register `structure=word` for a user-defined accumulator, which makes this number of passes over the data."""
     if word not in STRUCTURES:
         STRUCTURES[word] = type(word, (StructureOption,), {"kind": word, "passes_once": passes == 1})
 
@@ -212,12 +216,12 @@ class Prior:
     """The prior of the weights. `prior_precision=` sets its strength.
 
     Args:
-        mean: the prior's mean, by default zero: a flat vector in the order of `posterior.mean`, the state dict of a
-            pretrained network, or, for a callback, the path of a file with one of these, such as a checkpoint.
-        temperature: `T` in the precision `P = H/T + Λ`; below 1 the data count more.
-        posterior: another posterior over the same weights (for a callback, also its file). The prior takes its mean and
-            precision. `prior_precision=` is then a factor on that precision. The sum with the curvature is exact for
-            "full" and "diag"; "kron" adds factors, which is an approximation.
+        mean: the mean of the prior, by default zero: a flat vector in the order of `posterior.mean`, the state dict of
+            a pretrained network, or, for a callback, the path of a file with one of these, such as a checkpoint.
+        temperature: `T` in the precision `P = H/T + Λ`; with a temperature below 1 the data count more.
+        posterior: another posterior over the same weights (for a callback, also the path of its file). The prior takes
+            its mean and precision. `prior_precision=` is then a factor on that precision. The sum with the curvature is
+            exact for "full" and "diag"; "kron" adds factors, which is an approximation.
     """
 
     mean: Any = None
@@ -268,9 +272,9 @@ class FitData:
     Args:
         loader: a DataLoader, or the name of a method or attribute of the data module or module, used instead of the
             training data, for example the same examples without augmentation.
-        max_batches: end the pass after this many batches. By default it covers all training data, even with
-            `limit_train_batches`. If the data have no length and training did not exhaust them, it takes as many
-            batches as an epoch did.
+        max_batches: end the pass after this many batches. By default the pass covers all training data, even with
+            `limit_train_batches`. If the data have no length and training did not exhaust them, the pass takes as many
+            batches as an epoch of training.
     """
 
     loader: Any = None
@@ -289,7 +293,8 @@ def network_option(network: Any) -> Network:
 
 
 def output_option(output: Any) -> Network:
-    """Convert `output=` to an option, for a function that is passed the network itself."""
+    """Convert `output=` to an option, for functions whose argument is the network itself instead of a
+    LightningModule."""
     if not isinstance(output, Network):
         return Network(output=output)
     if output.name is not None:

@@ -16,7 +16,7 @@ class PredictiveOption:
     """Base of the options for `predictive=`."""
 
     kind: ClassVar[str]
-    is_linear: ClassVar[bool] = False  # whether it uses the linearised network, to which `link` applies
+    is_linear: ClassVar[bool] = False  # whether predictions use the linearised network, for which `link` has a meaning
 
     link: str | None = None
     samples: int = 0
@@ -33,8 +33,8 @@ class GLM(PredictiveOption):
 
     Args:
         link: how to integrate over a classifier's outputs: "probit", "pairwise", "bridge" or "mc". By default the link
-            that the posterior was calibrated with, or else the likelihood's first.
-        samples: the number of outputs or functions to average where there is no closed form.
+            that the posterior was calibrated with, or else the first link of the likelihood.
+        samples: the number of sampled outputs or functions to average over where there is no closed form.
     """
 
     kind = "glm"
@@ -92,7 +92,7 @@ class MAP(PredictiveOption):
     kind = "map"
 
     def __post_init__(self) -> None:
-        """Nothing to check: it has no link and no samples."""
+        """No check is needed: this option has no link and no samples."""
 
 
 PREDICTIVES: dict[str, type[PredictiveOption]] = {kind.kind: kind for kind in (GLM, BNN, MAP, GP)}

@@ -14,7 +14,7 @@ CalibrateWord = Literal["auto", "outputs", "probs"]
 EvidenceWord = Literal["marglik", "mackay", "linear"]
 Keep = Literal["best", "last"]
 _EVIDENCE = {"groups", "noise", "steps"}
-_USED = {  # the fields that a method reads
+_USED = {  # the fields that each method uses
     "auto": set(),
     "marglik": _EVIDENCE,
     "mackay": {*_EVIDENCE, "tolerance"},
@@ -29,11 +29,12 @@ class Tuning:
     """How to choose the prior precision, and a regression's noise, after a fit.
 
     Args:
-        method: "auto" (the method with the best measured results), "marglik" (gradients of the evidence), "mackay" (its
-            fixed point), "linear" (the evidence at the linear model's optimum) or "grid" (the best score on validation
-            data).
-        groups: None tunes one precision for all layers, "layers" one for each, and "normalised" one for each layer
-            directly before a normalisation and one for the rest. Only for the three evidence methods.
+        method: "auto" (the method with the best measured results), "marglik" (gradients of the evidence), "mackay"
+            (MacKay's fixed point of the evidence), "linear" (the evidence at the linear model's optimum) or "grid" (the
+            best score on validation data).
+        groups: None tunes one precision for all layers, "layers" one precision for each layer, and "normalised" one for
+            each layer directly before a normalisation and one for all other layers. Only for the three evidence
+            methods.
         noise: also tune a regression's noise. Only for the evidence methods.
         steps: the largest number of optimiser steps; by default 100, and 1000 for "mackay".
         tolerance: stop when the logarithms of prior and noise change by less than this, by default 1e-7. Only for
@@ -48,8 +49,9 @@ class Tuning:
             `higher_is_better` says which score is best. By default the negative log-likelihood.
         low: the smallest prior precision of the grid, by default 1e-4.
         high: the largest prior precision, by default 1e4.
-        size: the number of prior precisions, by default 33. If none of the three is set, `predictive="gp"` tries the
-            posterior's own precision times 13 factors from 0.1 to 1000 (GLM paper, table 2).
+        size: the number of prior precisions, by default 33. If none of `low`, `high` and `size` is set,
+            `predictive="gp"` tries the posterior's own precision times 13 factors from 0.1 to 1000 (GLM paper, table
+            2).
     """
 
     method: TuneWord = "auto"
@@ -113,8 +115,8 @@ class Learning:
         steps: the largest number of steps after each pass over the data.
         lr: Adam's learning rate for the logarithms of prior and noise.
         noise: also learn a regression's noise.
-        keep: which weights and priors to keep at the end of training: those with the "best" evidence (at the weights),
-            or the "last".
+        keep: which weights and priors to keep at the end of training: those with the "best" evidence (evaluated at the
+            weights), or the "last" ones.
         loss_scale: `c`, if the loss is `c` times the mean negative log-likelihood; by default it is measured on the
             first batch.
         n_data: the number of training examples; None counts them.

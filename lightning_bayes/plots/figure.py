@@ -2,7 +2,7 @@
 
 Colours are from Okabe & Ito (2008) and work with any colour vision. No plot relies on colour alone: lightness,
 hatching, line style and markers keep it readable in greyscale print. Figures do not use pyplot, so they need no display
-and change neither its open figures nor the user's settings. For a pyplot figure, pass one of its axes.
+and change neither pyplot's open figures nor the user's settings. To draw into a pyplot figure, pass one of its axes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -110,8 +110,9 @@ def log_figure(loggers: Any, name: str, figure: "Figure", step: int, directory: 
 
 
 def _send(logger: Any, name: str, figure: "Figure", step: int, file_name: str) -> bool:
-    """Whether the logger took the figure. Loggers are recognised by their methods, so their packages are not imported:
-    Weights & Biases by `log_image`, TensorBoard by `add_figure`, MLflow by `run_id` and `log_figure`."""
+    """Send the figure to a logger, and return whether the logger accepted it. Loggers are recognised by their methods,
+    so their packages are not imported: Weights & Biases by `log_image`, TensorBoard by `add_figure`, MLflow by `run_id`
+    and `log_figure`."""
     if hasattr(logger, "log_image"):
         logger.log_image(key=name, images=[figure], step=step)
         return True
@@ -119,7 +120,7 @@ def _send(logger: Any, name: str, figure: "Figure", step: int, file_name: str) -
     if hasattr(experiment, "add_figure"):
         experiment.add_figure(name, figure, global_step=step, close=False)
         return True
-    # Comet's experiment has a log_figure with another signature, and no run_id.
+    # Comet's experiment also has a `log_figure`, with another signature, but Comet's logger has no `run_id`.
     if hasattr(experiment, "log_figure") and hasattr(logger, "run_id"):
         experiment.log_figure(logger.run_id, figure, file_name)
         return True

@@ -8,8 +8,9 @@ the histogram of confidences.
 calibrated model (Kuleshov et al., 2018). An S that starts above the diagonal means overconfidence: too many targets lie
 beyond the outer quantiles.
 
-**Risk–coverage curve.** The error rate if only the most confident predictions are kept, with its two limits for the
-same accuracy: a random order, whose risk is the error rate at any coverage, and an order with all errors last.
+**Risk–coverage curve.** The error rate if only the most confident predictions are kept, together with two reference
+curves for the same accuracy: a random order, whose risk is the error rate at any coverage, and the best order, with all
+errors last.
 
 **OOD histograms.** The scores of in- and out-of-distribution inputs, each scaled to its number of inputs, with the area
 under the ROC curve.
@@ -189,7 +190,7 @@ def _draw_ood(metric: OODDetection, ax: Any, val: Any = None, n_bins: int = 40) 
             ax.stairs(share, edges, fill=True, linewidth=1.2, label=f"{name} ({int(n)})", **style)
         ax.set(xlabel="score (larger: more out-of-distribution)", ylabel="share of inputs", xlim=(edges[0], edges[-1]))
         ax.set_ylim(0, 1.35 * (shares.max() or 1))  # room for the legend
-        ax.locator_params("x", nbins=6)  # the labels of small scores, such as novelty, are long
+        ax.locator_params("x", nbins=6)  # few ticks, because the labels of small scores, such as novelty, are long
         ax.legend(loc="upper center", ncols=2, title=f"AUROC = {float(metric.compute()['auroc']):.4f}")
     return figure, ax
 

@@ -1,7 +1,7 @@
 """Plots of predictions and their two uncertainties: epistemic, which more data would reduce, and aleatoric, the noise.
 
-- `regression_bands`: a one-dimensional regression, as mean ± 1, 2, 3 σ for each source and for the total, which is the
-  predictive of a new observation.
+- `regression_bands`: a one-dimensional regression, as mean ± 1, 2, 3 σ for each of the two uncertainties and for their
+  total, which is the predictive of a new observation.
 - `decision_map`: a two-dimensional classifier. Class regions fade as the confidence falls, and are labelled with their
   class number. Epistemic uncertainty is high away from the data, aleatoric uncertainty where classes overlap.
 - `uncertainty_maps`: a network with an output at every pixel. Each row shows one image with its target, its prediction,
@@ -55,7 +55,7 @@ def regression_bands(
         if ax is None:
             handles, labels = axes[-1].get_legend_handles_labels()
             figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-        else:  # leave the rest of the user's figure unchanged
+        else:  # the user has passed axes: leave the rest of their figure unchanged
             axes[-1].legend(loc="best")
     return figure, axes
 
@@ -83,7 +83,7 @@ def _check_bands(
 def _draw_bands(ax: "Axes", xs: np.ndarray, mu: np.ndarray, std: np.ndarray, colour: str) -> None:
     from matplotlib.colors import to_rgb
 
-    for k, strength in ((3, 0.18), (2, 0.4), (1, 0.65)):  # opaque tints, from the outside in
+    for k, strength in ((3, 0.18), (2, 0.4), (1, 0.65)):  # opaque tints, drawn from the widest band to the narrowest
         tint = 1 - strength * (1 - np.array(to_rgb(colour)))
         ax.fill_between(xs, mu - k * std, mu + k * std, facecolor=tint, edgecolor="none", label=f"± {k} σ")
     ax.plot(xs, mu, color="black", linewidth=1.4, label="mean")
@@ -101,9 +101,9 @@ def decision_map(
 ) -> tuple["Figure", np.ndarray]:
     """Three panels, class, epistemic and aleatoric, over the grid of `x` `[W]` and `y` `[H]`.
 
-    `probs` is `[H, W, C]` or `[H·W, C]`, the uncertainties are `[H, W]` or `[H·W]`, with y as the slower axis: the
-    outputs of a network for `torch.cartesian_prod(y, x).flip(1)`. `points` `[N, 2]` and `labels` `[N]` are data to draw
-    on the map.
+    `probs` is `[H, W, C]` or `[H·W, C]`, the uncertainties are `[H, W]` or `[H·W]`, with y as the slower axis, as in
+    the outputs of a network for the inputs `torch.cartesian_prod(y, x).flip(1)`. `points` `[N, 2]` and `labels` `[N]`
+    are data to draw on the map.
     """
     _check_map(x, y, probs, epistemic, aleatoric, points, labels)
     xs, ys = to_numpy(x), to_numpy(y)
@@ -175,7 +175,7 @@ def _draw_classes(ax: "Axes", xs: np.ndarray, ys: np.ndarray, p: np.ndarray, dat
 def _roomiest_cell(region: np.ndarray, data: np.ndarray) -> np.ndarray:
     """The cell (column, row) of a region `[H, W]` farthest from its border and from the data, for the class label."""
     stride = max(1, max(region.shape) // 30)  # a coarse grid is enough
-    inside = np.pad(region[::stride, ::stride], 1).T  # the frame of the map is also a border
+    inside = np.pad(region[::stride, ::stride], 1).T  # padded, because the frame of the map also counts as a border
     cells = np.argwhere(inside)  # [M, 2]
     obstacles = np.concatenate([np.argwhere(~inside), data / stride + 1])  # [K, 2]
     room = ((cells[:, None] - obstacles) ** 2).sum(-1).min(1)  # [M]
@@ -253,7 +253,8 @@ def _class_panels(prediction: Any, target: Tensor | None) -> list[Panel]:
 
 
 def _value_panels(prediction: Any, target: Tensor | None) -> list[Panel]:
-    """The mean of the first channel, and sums over channels. A noise that is the same everywhere is not drawn."""
+    """The mean of the first channel, and sums over channels. An aleatoric uncertainty that is the same everywhere is
+    not drawn."""
     values = prediction.mean if target is None else torch.cat([prediction.mean, target])
     grey = {"cmap": "gray", "vmin": float(values.min()), "vmax": float(values.max())}
     noise = prediction.aleatoric.sum(1).sqrt()

@@ -4,9 +4,9 @@ positions of its blocks.
 Structures are immutable values. Vectors are rows, so a stack of vectors is `[..., P]`. `H.add_prior(δ)` turns a
 curvature `H` into a precision; `sample` then draws from the Gaussian with that precision, `N(0, M⁻¹)`.
 
-To define a structure, write a frozen dataclass with the abstract methods, and give it a `name` so that posteriors with
-it can be saved. The inherited methods are correct for any matrix. Override `layer_blocks` and `output_covariances` for
-faster predictions.
+To define a structure, write a frozen dataclass with the abstract methods, and give it a `name`, so that posteriors with
+this structure can be saved. The inherited methods are correct for any matrix. Override `layer_blocks` and
+`output_covariances` for faster predictions.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def positive(eigenvalues: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of the flat vector from `start`, stored as `shape`. After `permute(order)`, its first two dimensions are
-    the block's groups and rows, and the others its columns."""
+    """A consecutive part of the flat vector, from `start`, that stores an array of this `shape`. After
+    `permute(order)`, the first two dimensions of the array are the block's groups and rows, and the other dimensions
+    are its columns."""
 
     start: int
     shape: tuple[int, ...]
@@ -74,7 +75,7 @@ class Layout:
 
     The flat vector follows `named_parameters`: a layer's whole weight, then its bias. A Kronecker block needs the joint
     matrix `[W b]` of shape `[g, O, I + 1]`, row by row, and a transposed convolution stores its weight as `[I, O, k]`.
-    Slices and permutations convert between the two without index vectors.
+    Slices and permutations convert between the flat vector and the block without index vectors.
 
     >>> layout = Layout((Piece(0, (1, 2, 3)), Piece(6, (1, 2, 1))))  # a Linear(3, 2): weight first, then bias
     >>> layout.gather(torch.arange(8)).tolist()
@@ -85,7 +86,7 @@ class Layout:
 
     @staticmethod
     def vector(runs: list[tuple[int, int]]) -> Layout:
-        """A block without matrix form: consecutive runs of `(start, size)`."""
+        """The layout of a block that is not a matrix: parts of the flat vector, each given as `(start, size)`."""
         return Layout(tuple(Piece(start, (1, 1, size)) for start, size in runs))
 
     @cached_property
@@ -145,9 +146,9 @@ class Eigenbasis:
     """`M = E diag(values) Eᵀ` with `EEᵀ = I`, in float64. `E` may have more columns than rows (see `factor`)."""
 
     values: Tensor  # [n]
-    counts: Tensor  # the number of dimensions each column represents; 1 in a basis. [] or [n]
+    counts: Tensor  # the number of dimensions each column represents; 1 if `E` is a basis. [] or [n]
     groups: Tensor | None  # the parameter group of each column [n]
-    vectors: Tensor | None = None  # Eᵀv for each row [k, n]
+    vectors: Tensor | None = None  # Eᵀv for each vector v that was passed [k, n]
 
     def without_zeros(self) -> Eigenbasis:
         """The columns whose values are not zero, without vectors."""
@@ -160,9 +161,10 @@ class Structure(ABC):
     """A symmetric positive semi-definite matrix `M` over `P` parameters."""
 
     name: ClassVar[str | None] = None  # identifies the class in files
-    word: ClassVar[str | None] = None  # the value of `structure=` that fits it
-    is_truncated: ClassVar[bool] = False  # whether it is zero in directions where the curvature is not
-    is_exact: ClassVar[bool] = True  # whether this form represents any block exactly
+    word: ClassVar[str | None] = None  # the value of `structure=` with which a fit gives this structure
+    # Whether the matrix is zero in some directions in which the curvature is not zero
+    is_truncated: ClassVar[bool] = False
+    is_exact: ClassVar[bool] = True  # whether this form represents every block of a curvature exactly
 
     NAMES: ClassVar[dict[str, type[Structure]]] = {}
 
@@ -240,16 +242,18 @@ class Structure(ABC):
         return self + other
 
     def add_data(self, other: Structure) -> Structure:
-        """`M + M'` for two datasets at the same weights: the matrix of one fit to both."""
+        """`M + M'` for the matrices of two datasets at the same weights: the matrix that one fit to both datasets would
+        have."""
         return self + other
 
     @property
     def can_add_data(self) -> bool:
-        """Whether it stores everything that `add_data` needs."""
+        """Whether this matrix stores everything that `add_data` needs."""
         return True
 
     def add_damping(self: Self, precision: Tensor, split: float = 1.0) -> Self:
-        """Add the prior. A Kronecker product damps its factors instead; `split` moves scale between them."""
+        """Add the prior. A Kronecker product adds the root of the prior to each factor instead (damping); `split` moves
+        scale between the two factors."""
         return self.add_prior(precision)
 
     def eigenbasis(self, vectors: Tensor | None = None, groups: Tensor | None = None) -> Eigenbasis | None:
@@ -258,7 +262,8 @@ class Structure(ABC):
         return None
 
     def trace_terms(self, other: Structure) -> Tensor:
-        """Terms of `tr(M⁻¹M')`: over any block of both matrices, they sum to the trace of that block.  # [P]"""
+        """Terms of `tr(M⁻¹M')`, one per parameter. The terms of a block that both matrices have sum to the trace of
+        this block.  # [P]"""
         return self.solve(other.to_dense()).diagonal()
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
@@ -336,14 +341,14 @@ class Structure(ABC):
 
     @classmethod
     def inverse_terms(cls: type[Self], matrices: Sequence[Self]) -> list[InverseTerms] | None:
-        """The inverses as a diagonal and a few columns, or None if they do not have that form. Matrices that share a
-        part (several priors) return the same object for it."""
+        """The inverse of each matrix as a diagonal and a few columns, or None if the inverses do not have this form. If
+        several matrices share a part (as with several priors), the results share the same object for this part."""
         return None
 
     @classmethod
     def input_basis(cls: type[Self], blocks: Sequence[Self], g: Tensor) -> Tensor | None:
-        """The matrix by which `output_covariances` would first multiply the inputs for these gradients. Some layers
-        compute that product faster.  # [G, I, I]"""
+        """The matrix by which `output_covariances` would first multiply the inputs for these gradients. Some layers can
+        compute this product faster themselves.  # [G, I, I]"""
         return None
 
     @classmethod
@@ -361,7 +366,7 @@ class Structure(ABC):
         return [form.quadratic(block, rows) for block in blocks]
 
     def to_state(self) -> dict[str, Any]:
-        """Name and parts. A subclass without its own name is stored as its parent."""
+        """The name and the parts, for a file. A subclass without its own name is stored as its parent class."""
         if self.name is None:
             raise StructureError(f"{type(self).__name__} cannot be saved: give the class a name")
         return {"type": self.name, **self.parts()}

@@ -1,15 +1,17 @@
 """A full matrix, for networks or subsets of a few thousand parameters: `M = factor · H + diag(shift)` with `H` PSD.
 
 Rounding leaves the zero eigenvalues of a float32 `H` slightly above or below zero. With a small prior, `M` would be
-nearly singular or indefinite, and the evidence would count the positive ones as data. `H` is therefore decomposed in
-float64, once for all factors and priors, and eigenvalues within its rounding become zero (see `eigendecomposition`):
+nearly singular or indefinite, and the evidence would count the slightly positive eigenvalues as data. `H` is therefore
+decomposed in float64, once for all factors and priors, and eigenvalues within its rounding become zero (see
+`eigendecomposition`):
 
     H = Q diag(λ) Qᵀ,    M⁻¹ = Q diag(1/(factor · λ + shift)) Qᵀ.
 
 `M` uses a Cholesky factor in float64 instead if the prior differs between parameters, because the sum then has other
-eigenvectors, or if `H` is part of a graph, because equal eigenvalues have no derivatives. Draws use `M = LLᵀ`, which
-takes a fraction of the time: `ε L⁻¹ ~ N(0, M⁻¹)`, and `L` is unique. They use the symmetric root only if the rounding
-of `H` matters beside the prior and the eigenvalues have to correct it.
+eigenvectors, or if `H` is part of a graph, because equal eigenvalues have no derivatives. Draws use the Cholesky factor
+of `M = LLᵀ`, which takes a fraction of the time of a decomposition: `ε L⁻¹ ~ N(0, M⁻¹)`, and `L` is unique. Draws use
+the symmetric root only if the rounding of `H` is not small compared with the prior, so that eigenvalues of `H` have to
+be set to zero.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from lightning_bayes.network.float64 import cast_like, eigh, in_float64
 from lightning_bayes.structures.base import Eigenbasis, Structure, StructureError, cached_outside_graphs, positive
 from lightning_bayes.structures.output_covariance import CovarianceForm, GroupedSpectrum
 
-TOLERATED = 1e-3  # the share of a prior precision that rounding of the curvature may change
+TOLERATED = 1e-3  # rounding of the curvature may change a prior precision by at most this share
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +63,7 @@ class Dense(Structure):
         return Dense(self.matrix * self.factor + other.matrix * other.factor, shift=self.shift + other.shift)
 
     def add_data(self, other: Structure) -> Dense:
-        return self.add_approximately(other)  # `other` may be a `RowSpace`
+        return self.add_approximately(other)  # `other` may be a `RowSpace`, which `add_approximately` also takes
 
     def add_approximately(self, other: Structure) -> Dense:
         """Exact for any other matrix."""
@@ -99,7 +101,7 @@ class Dense(Structure):
         return (vectors @ Q * cast_like(positive(values).reciprocal(), Q)) @ Q.mT
 
     def root_solve(self, vectors: Tensor) -> Tensor:
-        """`v L⁻¹` with `M = LLᵀ`, or `v M^(-1/2)` if `H` is clamped and `M` has its eigenvectors."""
+        """`v L⁻¹` with `M = LLᵀ`, or `v M^(-1/2)` if `H` is clamped and `M` has the eigenvectors of `H`."""
         if self._needs_clamping and not self._uses_cholesky:
             values, Q = self._eigen
             return (vectors @ Q * cast_like(positive(values).rsqrt(), Q)) @ Q.mT
@@ -118,8 +120,8 @@ class Dense(Structure):
 
     @classmethod
     def row_covariances(cls, blocks: Sequence[Dense], rows: Tensor, form: CovarianceForm) -> list[Tensor]:
-        """Rotates once for all priors. With groups of eigenvalues, the covariances of all priors are sums of the same
-        few matrices."""
+        """The rows are rotated only once for all priors. With groups of eigenvalues, the covariances for all priors are
+        sums of the same few matrices."""
         if len(blocks) == 1 or any(not block._shares_eigenvectors(blocks[0]) for block in blocks):
             return super().row_covariances(blocks, rows, form)
         λ, Q = blocks[0]._decomposition.eigen
@@ -158,7 +160,7 @@ class Dense(Structure):
 
     @property
     def _eigen(self) -> tuple[Tensor, Tensor]:
-        """Eigenpairs of `M` with one shift.  # [P], [P, P]"""
+        """Eigenvalues and eigenvectors of `M`, for a scalar shift.  # [P], [P, P]"""
         λ, Q = self._decomposition.eigen
         return λ * _like(λ, self.factor) + _like(λ, self.shift), Q
 
@@ -186,9 +188,10 @@ class Dense(Structure):
     @cached_property
     @torch.no_grad()
     def _needs_clamping(self) -> bool:
-        """Whether negative eigenvalues of `factor · H`, which are rounding, may exceed a small share of the prior.
-        Independent errors of the entries, `eps |H_ij|`, have a norm of about `2 eps` times that of the largest row. If
-        this bound is too large, a Cholesky factor of `factor · H + TOLERATED · shift` decides."""
+        """Whether negative eigenvalues of `factor · H`, which come from rounding, may be larger than a small share of
+        the prior. Independent errors of the entries, `eps |H_ij|`, form a matrix whose norm is about `2 eps` times the
+        norm of the largest row. If this bound is too large, a Cholesky factor of `factor · H + TOLERATED · shift`
+        decides."""
         largest = in_float64(torch.linalg.vector_norm(self.matrix.detach(), dim=-1).amax())
         smallest, factor = (_like(largest, number) for number in (self.floor, self.factor))
         rounding = 4 * torch.finfo(self.dtype).eps * largest
@@ -200,8 +203,8 @@ class Dense(Structure):
 
 
 class Decomposition:
-    """The eigenpairs of `H`, computed on first use and shared by every `M` made from it. They are detached: equal
-    eigenvalues have no derivatives."""
+    """The eigenpairs of `H`, computed on first use and shared by every `M` made from it. The eigenpairs are detached,
+    because equal eigenvalues have no derivatives."""
 
     def __init__(self, matrix: Tensor) -> None:
         self._matrix = matrix

@@ -5,15 +5,16 @@ A wide factor may keep `k < d` eigenpairs. One number `ρ`, the remainder, then 
     M = Q diag(λ) Qᵀ + ρ(I − QQᵀ),    ρ = (tr M − Σλ) / (d − k).
 
 If `M = XᵀX` has `k` rows and more columns, `ρ` is zero and nothing is lost. The columns of `E = [Q, I − QQᵀ]` form a
-tight frame, `EEᵀ = I`, in which `M` and all functions of it are diagonal: `f(M) = E diag(f(λ), f(ρ), …, f(ρ)) Eᵀ`. `E`
-replaces a full basis `Q`, and no difference of two functions of `M` is ever computed.
+tight frame, `EEᵀ = I`, in which `M` and all functions of it are diagonal: `f(M) = E diag(f(λ), f(ρ), …, f(ρ)) Eᵀ`. The
+frame `E` replaces a full basis `Q`, so no result is a small difference of two functions of `M`.
 
 The eigenpairs come from
 
 - `XXᵀ`, if there are fewer rows than columns; exact;
 - the nonzero columns, if others are zero (padding, dead units); exact;
-- a block Krylov space `[MΩ, M²Ω, …]`, if a `rank` is given, with random `Ω` that are the same on every process, fully
-  orthogonalised (Musco and Musco 2015), until it contains enough of the trace or is twice as large as the rank;
+- a block Krylov space `[MΩ, M²Ω, …]`, if a `rank` is given, with a random `Ω` that is the same on every process. The
+  space is fully orthogonalised (Musco and Musco 2015) and grows until it contains enough of the trace or is twice as
+  large as the rank;
 - `eigh` otherwise.
 """
 
@@ -30,10 +31,10 @@ from lightning_bayes.network.float64 import cast_like, eigh, in_float64
 
 Rank = int | str | None  # the number of eigenpairs a factor keeps: at most this many, "auto", or all
 
-WIDE = 1000  # "auto" decomposes narrower factors completely
+WIDE = 1000  # "auto" decomposes factors up to this width completely
 SHARE = 0.99  # the share of the trace that "auto" keeps in eigenpairs
 MOST = 2  # a Krylov space has at most `1 / MOST` of all dimensions
-BLOCK = 64  # vectors at a time
+BLOCK = 64  # number of vectors by which a Krylov space grows at a time
 ROUNDING = 32  # times eps: the tolerance when squared entries of eigenvectors should sum to one
 
 
@@ -43,7 +44,7 @@ class Gram:
 
     array: Tensor  # [g, d, d], or X [g, r, d]
     is_rows: bool = False
-    name: str = "a factor"  # for a warning
+    name: str = "a factor"  # name of the factor in warnings
     multiplier: float | None = None  # how much larger the curvature is than this matrix, if known; see `eigh`
 
     @property
@@ -73,14 +74,14 @@ class Gram:
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """A symmetric PSD factor, stored as eigenvectors and eigenvalues. `vectors=None` is the identity: a diagonal
-    factor, such as the one for the one-hot inputs of an embedding."""
+    """A symmetric PSD factor, stored as eigenvectors and eigenvalues. `vectors=None` stands for the identity. The
+    factor is then diagonal, as for the one-hot inputs of an embedding."""
 
     vectors: Tensor | None  # [g, d, k], eigenvectors in columns
     values: Tensor  # [g, k]
-    full_matrix: Tensor | None = None  # the matrix itself, to which data can be added [g, d, d]
+    full_matrix: Tensor | None = None  # the matrix itself, kept so that data can be added to it [g, d, d]
     remainder: Tensor | None = None  # ρ of the other d − k directions; None if there are none [g, 1]
-    rank: Rank = None  # for the next decomposition
+    rank: Rank = None  # rank of the decomposition of a later sum
 
     @staticmethod
     def from_matrix(matrix: Tensor, keep_matrix: bool = False, rank: Rank = None) -> Factor:
@@ -89,10 +90,11 @@ class Factor:
 
     @staticmethod
     def of(gram: Gram, keep_matrix: bool = False, rank: Rank = None, all_vectors: bool = False) -> Factor:
-        """Decompose a matrix; `all_vectors` computes all `d` eigenvectors. The eigenvalues of a matrix in a graph are
-        differentiable, the vectors are not: equal eigenvalues would make their derivatives infinite."""
+        """Decompose a matrix; `all_vectors` computes all `d` eigenvectors. If the matrix is part of an autograd graph,
+        its eigenvalues are differentiable, but its eigenvectors are not: equal eigenvalues would make the derivatives
+        of eigenvectors infinite."""
         detached = replace(gram, array=gram.array.detach())
-        nonzero = (gram.diagonal != 0).any(0).nonzero().flatten()  # columns
+        nonzero = (gram.diagonal != 0).any(0).nonzero().flatten()  # indices of the nonzero columns
         drops_zeros = not gram.is_rows and 0 < len(nonzero) < gram.size
         if drops_zeros:
             detached = replace(detached, array=detached.array[:, nonzero][:, :, nonzero])
@@ -148,8 +150,9 @@ class Factor:
 
     @property
     def squares(self) -> Tensor:
-        """The matrix that maps `f(spectrum)` to `diag f(M)`. Rounding in coordinates that the eigenvectors span becomes
-        zero, because `f(ρ)` may be many times their `f(λ)`.  # [g, d, k] or [g, d, k + 1]"""
+        """The matrix that maps `f(spectrum)` to `diag f(M)`. For coordinates that the eigenvectors span, the weight of
+        `f(ρ)` would only be rounding and is set to zero, because `f(ρ)` may be many times `f(λ)`.
+        # [g, d, k] or [g, d, k + 1]"""
         assert self.vectors is not None
         squares = self.vectors.square()
         if self.remainder is None:
@@ -181,7 +184,7 @@ class Factor:
         return torch.cat([inside, x - (inside @ Q.mT if dim == -1 else Q @ inside)], dim)
 
     def rotate_back(self, x: Tensor, dim: int = -1) -> Tensor:
-        """`x Eᵀ`, or `E x`, for a rotated and scaled `x`; the remainder must have one scale."""
+        """`x Eᵀ`, or `E x`, for a rotated and scaled `x`, whose remainder columns must all have the same scale."""
         if (Q := self.vectors) is None:
             return x
         inside, *rest = (x,) if self.remainder is None else x.split(Q.shape[:-3:-1], dim)
@@ -198,7 +201,7 @@ class Factor:
         return torch.cat([inside, rest.expand(shape)], dim)
 
     def times_multiplicity(self, numbers: Tensor, dim: int) -> Tensor:
-        """One number per entry of the spectrum, times the multiplicity of that eigenvalue."""
+        """Multiply one number per entry of the spectrum by the multiplicity of this eigenvalue."""
         if self.remainder is None:
             return numbers
         inside, rest = numbers.split([self.values.shape[-1], 1], dim)
@@ -206,7 +209,8 @@ class Factor:
 
     @property
     def column_counts(self) -> Tensor:
-        """The number of dimensions each column of `E` represents: its last `d` columns share `d − k`.  # [k + d]"""
+        """The number of dimensions each column of `E` represents: its last `d` columns together represent `d − k`
+        dimensions.  # [k + d]"""
         k, d = self.values.shape[-1], self.size
         ones = torch.ones(k, dtype=torch.float64, device="cpu")
         return ones if self.remainder is None else torch.cat([ones, ones.new_full((d,), (d - k) / d)])
@@ -224,7 +228,8 @@ class Factor:
         return replace(self.without_matrix(), values=self.values + number, remainder=remainder)
 
     def plus(self, other: Factor, keep_matrix: bool = False) -> Factor:
-        """The sum, decomposed again. The eigenvectors of two truncated factors span those of their sum."""
+        """The decomposed sum of two factors. For two truncated factors, their eigenvectors together span the
+        eigenvectors of the sum."""
         if self.vectors is None and other.vectors is None:
             return Factor(None, self.values + other.values)
         rank = self.rank if other.rank is None else other.rank
@@ -247,8 +252,8 @@ class Factor:
 
     @cached_property
     def live(self) -> Tensor:
-        """The coordinates that `M` does not map to zero. In a convolution of a small image, the others see padding.
-        # [d], bool"""
+        """The coordinates that `M` does not map to zero. In a convolution of a small image, the other coordinates see
+        only padding.  # [d], bool"""
         if self.vectors is None:
             return self.values.ne(0).any(0)
         if self.remainder is not None:
@@ -256,8 +261,8 @@ class Factor:
         return (self.vectors.square() @ self.values.unsqueeze(-1)).ne(0).any(0).squeeze(-1)
 
     def on(self, rows: Tensor) -> tuple[Factor, Tensor] | None:
-        """`M` on some coordinates, with the indices of the eigenpairs that have entries there; None if one of these
-        also has entries elsewhere.  # [d], bool"""
+        """`M` restricted to the coordinates in `rows`, with the indices of the eigenvectors that have entries there.
+        None if one of these eigenvectors also has entries at other coordinates.  # [d], bool"""
         if self.vectors is None:
             return None
         vectors = self.vectors[:, rows]
@@ -300,8 +305,9 @@ def _from_matrix(gram: Gram) -> tuple[Tensor, Tensor]:
 
 
 def _from_rows(gram: Gram) -> tuple[Tensor, Tensor]:
-    """The eigenpairs of `XᵀX` from those of `XXᵀ`, in descending order. Computed in float64, because `XXᵀ` squares the
-    singular values of `X`; QR restores the orthonormality that rounding destroys.  # [g, r], [g, d, r]"""
+    """The eigenpairs of `XᵀX` from those of `XXᵀ`, in descending order. The computation is in float64, because the
+    eigenvalues of `XXᵀ` are squared singular values of `X`. A QR decomposition restores the orthonormality that
+    rounding destroys.  # [g, r], [g, d, r]"""
     X = in_float64(gram.array)
     values, rotation = eigh(X @ X.mT, gram.name)
     vectors = torch.linalg.qr(X.mT @ rotation.flip(-1)).Q
@@ -311,13 +317,13 @@ def _from_rows(gram: Gram) -> tuple[Tensor, Tensor]:
 def _with_zero_columns(
     values: Tensor, vectors: Tensor, nonzero: Tensor, d: int, all_vectors: bool
 ) -> tuple[Tensor, Tensor]:
-    """Eigenpairs of the nonzero columns as eigenpairs of all `d` columns. If most columns are zero, a remainder of zero
-    represents their unit vectors, unless `all_vectors` are wanted.  # [g, k], [g, d, k]"""
+    """Extend the eigenpairs of the nonzero columns to all `d` columns. If most columns are zero, a remainder of zero
+    represents the unit vectors of the zero columns, unless `all_vectors` is set.  # [g, k], [g, d, k]"""
     g, n, k = vectors.shape
     zero = torch.ones(d, dtype=torch.bool, device=vectors.device).index_fill_(0, nonzero, False).nonzero().flatten()
     if k < n or (2 * n <= d and not all_vectors):
         return values, vectors.new_zeros(g, d, k).index_copy_(1, nonzero, vectors)
-    padded = vectors.new_zeros(g, d, d)  # ascending, like `eigh`
+    padded = vectors.new_zeros(g, d, d)  # eigenvectors in ascending order of the eigenvalues, as from `eigh`
     padded[:, zero, torch.arange(d - k, device=vectors.device)] = 1
     padded[:, nonzero, d - k :] = vectors
     return torch.cat([values.new_zeros(g, d - k), values], -1), padded
@@ -362,14 +368,15 @@ def _krylov(gram: Gram, rank: int | str) -> tuple[Tensor, Tensor]:
 
 
 def _orthonormal(block: Tensor, basis: Tensor) -> Tensor:
-    """The columns, orthogonalised twice against the basis. The second pass changes a column little unless it was only
-    rounding; noise then replaces the column, because the space has no more directions.  # [g, d, b]"""
+    """The columns of `block`, orthogonalised twice against the basis. If the second pass changes a column much, the
+    column was only rounding: the space has no more directions, and noise replaces the column.  # [g, d, b]"""
 
     def outside(block: Tensor) -> tuple[Tensor, Tensor]:
         return torch.linalg.qr(block - basis @ (basis.mT @ block))
 
     block, R = outside(outside(block)[0])
-    lost = R.diagonal(dim1=-2, dim2=-1).abs() < 0.9  # a lower bound would let errors grow from block to block
+    # With a smaller limit than 0.9, errors would grow from block to block
+    lost = R.diagonal(dim1=-2, dim2=-1).abs() < 0.9
     if lost.any():
         noise = _noise(block, seed=1 + basis.shape[-1])
         block, _ = outside(outside(torch.where(lost.unsqueeze(-2), noise, block))[0])

@@ -5,8 +5,8 @@ With `G = Q_G Λ_G Q_Gᵀ` and `A = Q_A Λ_A Q_Aᵀ`,
     G ⊗ A + δI = (Q_G ⊗ Q_A) diag(λ_G λ_Aᵀ + δ) (Q_G ⊗ Q_A)ᵀ,
 
 so every operation is two small rotations and an elementwise product (tutorial, section 4; GLM paper, eq. (8)). A vector
-is a row-major matrix `V` of shape `[O, I]`, and `(G ⊗ A) vec(V) = vec(G V A)`. A truncated factor has a frame `E`
-instead of `Q` (see `factor`), with one eigenvalue for each column of the frame. A grouped layer is `g` independent
+is read as a row-major matrix `V` of shape `[O, I]`, and `(G ⊗ A) vec(V) = vec(G V A)`. A truncated factor has a frame
+`E` instead of `Q` (see `factor`), with one eigenvalue for each column of the frame. A grouped layer is `g` independent
 products of one size in a leading batch dimension: all arrays are `[g, O, I]`.
 
 EKFAC (George et al. 2018) keeps the eigenvectors and refits the eigenvalues,
@@ -39,13 +39,13 @@ from lightning_bayes.structures.output_covariance import (
     rotated_covariances,
 )
 
-NARROW = 64  # for this few columns, fewer multiplications save no time
+NARROW = 64  # with at most this many columns, fewer multiplications save no time
 NEGLIGIBLE = 2**13  # times eps: draws ignore smaller λμ/δ, which in float32 changes standard deviations by up to .0005
 
 
 @dataclass(frozen=True, eq=False)
 class Kronecker(Structure):
-    """`M = (Q_G ⊗ Q_A) diag(λ_G λ_Aᵀ + shift) (Q_G ⊗ Q_A)ᵀ`, one for each of `g` groups."""
+    """`M = (Q_G ⊗ Q_A) diag(λ_G λ_Aᵀ + shift) (Q_G ⊗ Q_A)ᵀ`, one such matrix for each of `g` groups."""
 
     name: ClassVar[str] = "Kronecker"
     is_exact: ClassVar[bool] = False
@@ -113,8 +113,8 @@ class Kronecker(Structure):
         return replace(self, shift=self.shift + other.values)
 
     def add_approximately(self, other: Structure) -> Kronecker:
-        """`(G + G') ⊗ (sA + s'A')` with the shares `s = tr G / tr(G + G')`. It approximates the sum (Ritter et al.
-        2018), preserves its trace, and equals `M'` if `M` is zero."""
+        """`(G + G') ⊗ (sA + s'A')` with the shares `s = tr G / tr(G + G')`. This Kronecker product approximates the sum
+        `M + M'` (Ritter et al. 2018), has the same trace, and equals `M'` if `M` is zero."""
         other = self._checked(other)
         trace = self.left.trace  # [g, 1]
         share = trace / (trace + other.left.trace).clamp(min=torch.finfo(self.dtype).tiny)
@@ -152,7 +152,7 @@ class Kronecker(Structure):
         return replace(self, left=left, right=right, shift=self.shift + precision.flatten()[0])
 
     def add_damping(self, precision: Tensor, split: float = 1.0) -> Kronecker:
-        """`(G/split + √δ) ⊗ (A·split + √δ)`, which adds cross terms to the exact sum."""
+        """`(G/split + √δ) ⊗ (A·split + √δ)`, which differs from the exact sum by cross terms."""
         left, right = self.left.scale(1 / split), self.right.scale(split)
         return replace(self, left=left.damped(precision.sqrt()), right=right.damped(precision.sqrt()))
 
@@ -189,7 +189,8 @@ class Kronecker(Structure):
 
     @cached_outside_graphs
     def _inverse_roots(self) -> Tensor:
-        """Cached, because every draw needs them and `positive` waits for the device."""
+        """The inverse roots of the eigenvalues. Cached, because every draw needs them and `positive` waits for the
+        device."""
         return positive(self.values).rsqrt()
 
     @cached_outside_graphs
@@ -205,26 +206,27 @@ class Kronecker(Structure):
         widths = (seen[:, columns] * numbers).amax(1) if len(columns) else seen.sum(1)
         rows = _most_first(widths)
         if any(len(n) and n.max() >= f.values.shape[-1] for n, f in ((rows, left), (columns, right))):
-            return None  # the remainder exceeds rounding
+            return None  # the remainder is too large to be ignored
         changes = self._inverse_roots[:, rows][..., columns] - δ.rsqrt()
         root = PartialRoot.of(left.vectors[..., rows], right.vectors[..., columns], changes, widths[rows], δ.rsqrt())
         return root if root.work < (left.size + right.size) * left.size * right.size else None
 
     @cached_outside_graphs
     def _inverse_values(self) -> Tensor:
-        """Cached, because every prediction needs them."""
+        """The inverse eigenvalues. Cached, because every prediction needs them."""
         return self.left.expand(self.values.reciprocal(), -2)
 
     @classmethod
     def _on_nonzero_inputs(cls, blocks: Sequence[Kronecker], a: Tensor) -> tuple[Sequence[Kronecker], Tensor]:
-        """The blocks without the weights that neither the data nor this batch reach."""
+        """The blocks and inputs without the input coordinates that are zero both in the training data and in this
+        batch."""
         right = blocks[0].right
         rows = right.live.to(a.device) | a.ne(0).flatten(0, 2).any(0)
         restricted = None if _is_most(rows) else right.on(rows)
         if restricted is None:
             return blocks, a
         factor, columns = restricted
-        if factor.remainder is not None:  # the last column of `values`
+        if factor.remainder is not None:  # the remainder is the last column of `values`
             columns = torch.cat([columns, columns.new_tensor([right.values.shape[-1]])])
         return [block._with_inputs(factor, columns) for block in blocks], a[..., rows]
 
@@ -244,7 +246,7 @@ class Kronecker(Structure):
         cls, blocks: Sequence[Kronecker], a: Tensor, g: Tensor, form: CovarianceForm, in_basis: bool = False
     ) -> list[Tensor]:
         left, right = blocks[0].left, blocks[0].right
-        if any(block.left.vectors is not left.vectors for block in blocks):  # their bases differ
+        if any(block.left.vectors is not left.vectors for block in blocks):  # the blocks have different bases
             return [cls.output_covariances([block], a, g, form, in_basis)[0] for block in blocks]
         if not in_basis and right.vectors is not None and not _is_most(right.live):
             blocks, a = cls._on_nonzero_inputs(blocks, a)
@@ -283,12 +285,13 @@ class Kronecker(Structure):
         return cls(**{**parts, "left": Factor(*parts["left"]), "right": Factor(*parts["right"])})
 
     def _expand(self, values: Tensor) -> Tensor:
-        """One number for each pair of columns of the two frames."""
+        """Expand `values` to one number for each pair of columns of the two frames."""
         return self.left.expand(self.right.expand(values, -1), -2)
 
     def _multiply(self, values: Tensor, vectors: Tensor) -> Tensor:
         """`(Q_G ⊗ Q_A) diag(values) (Q_G ⊗ Q_A)ᵀ v`. The remainder of `A` has one value for each eigenvalue of `G`. If
-        that remainder is zero, they are all equal, and this part needs no rotation.  # [..., P]"""
+        that remainder is zero, these values are all equal, and the part outside of the eigenvectors of `A` needs no
+        rotation.  # [..., P]"""
         V, Q, k = vectors.unflatten(-1, self.shape), self.right.vectors, self.right.values.shape[-1]
         if Q is None or self.right.remainder is None:
             return self.rotate_back(self.rotate(vectors) * self._expand(values))
@@ -314,16 +317,17 @@ class Kronecker(Structure):
 @dataclass(frozen=True, eq=False)
 class PartialRoot:
     """`Σ (E_G ⊗ E_A) diag(c) (E_G ⊗ E_A)ᵀ + δ^(-1/2) I` with `c = (λμ + δ)^(-1/2) − δ^(-1/2)`. A `λμ` that is
-    negligible beside `δ` counts as zero. Each step of the sum takes the eigenvectors `E_G` that are paired with the
-    same number of `E_A`, up to a factor of two or `NARROW`."""
+    negligible beside `δ` counts as zero. Each step of the sum takes those eigenvectors `E_G` that are paired with about
+    the same number of eigenvectors `E_A`: equal up to a factor of two, or at most `NARROW`."""
 
     steps: tuple[tuple[Tensor, Tensor, Tensor], ...]  # E_G [g, O, r], E_A [g, I, k] and c [g, r, k]
-    inputs: Tensor | None  # coordinates where the E_A are not zero; None if these are most
+    inputs: Tensor | None  # coordinates where the E_A are not zero; None if most coordinates are
     scale: Tensor  # δ^(-1/2)
 
     @staticmethod
     def of(left: Tensor, right: Tensor, changes: Tensor, widths: Tensor, scale: Tensor) -> PartialRoot:
-        """In each row of `changes`, the first `widths` columns are not zero. The widths descend.  # [r]"""
+        """`changes` contains `c`. In each of its rows, only the first `widths` columns count. The widths are in
+        descending order.  # [r]"""
         used, steps, start = right.ne(0).any(-1).any(0), [], 0
         inputs = None if _is_most(used) else used.nonzero().flatten()
         right = right if inputs is None else right[:, inputs]
@@ -337,7 +341,7 @@ class PartialRoot:
 
     @property
     def work(self) -> int:
-        """Half of the multiplications of a product with a vector."""
+        """Half of the number of multiplications in a product with a vector."""
         return sum(min(_work(E_G.mT, E_A)) for E_G, E_A, _ in self.steps)
 
     def times(self, V: Tensor) -> Tensor:
@@ -356,7 +360,7 @@ def _product(A: Tensor, V: Tensor, B: Tensor) -> Tensor:
 
 
 def _work(A: Tensor, B: Tensor) -> tuple[int, int]:
-    """The multiplications of `A V B` from the left and from the right."""
+    """The number of multiplications in `A V B` as `(A V) B` and as `A (V B)`."""
     (m, n), (p, q) = A.shape[-2:], B.shape[-2:]
     return m * p * (n + q), n * q * (p + m)
 
@@ -367,13 +371,13 @@ def _most_first(counts: Tensor) -> Tensor:
 
 
 def _is_most(rows: Tensor) -> bool:
-    """Whether so many rows are marked that leaving out the others saves little."""
+    """Whether so many rows are marked that leaving out the unmarked rows saves little."""
     return 4 * int(rows.sum()) > 3 * len(rows)
 
 
 @dataclass(frozen=True, eq=False)
 class EKFAC(Kronecker):
-    """`M = (Q_G ⊗ Q_A) diag(Λ + shift) (Q_G ⊗ Q_A)ᵀ`; only the eigenvectors of its factors are used."""
+    """`M = (Q_G ⊗ Q_A) diag(Λ + shift) (Q_G ⊗ Q_A)ᵀ`; only the eigenvectors of the two factors are used."""
 
     name: ClassVar[str] = "EKFAC"
 

@@ -1,6 +1,6 @@
 """A few eigenpairs and a diagonal: `M = U diag(λ) Uᵀ + diag(shift)`, with orthonormal columns `U` `[P, k]`.
 
-With one shift `δ`, a vector splits into its part within the columns of `U` and the rest `r = v − UUᵀv`:
+With a scalar shift `δ`, a vector splits into its part in the span of `U` and the rest `r = v − UUᵀv`:
 
     M⁻¹v = U diag(1/(λ + δ)) Uᵀv + r/δ,    log det M = Σᵢ log(λᵢ + δ) + (P − k) log δ.
 
@@ -38,7 +38,7 @@ class LowRank(Structure):
     vectors: Tensor  # U [P, k]
     values: Tensor  # λ [k], not negative
     shift: Tensor | float = 0.0  # a scalar, or [P]
-    rounding: float = 0.0  # the fit cannot tell smaller eigenvalues from rounding
+    rounding: float = 0.0  # the fit cannot distinguish eigenvalues below this number from rounding
 
     @staticmethod
     def from_root(root: Tensor, shift: Tensor | float = 0.0) -> LowRank:
@@ -78,7 +78,7 @@ class LowRank(Structure):
         return LowRank.from_root(root, self.shift + other.shift)
 
     def eigenbasis(self, vectors: Tensor | None = None, groups: Tensor | None = None) -> Eigenbasis | None:
-        """The columns of `U`, and those of `I − UUᵀ`, which represent the other `P − k` dimensions."""
+        """The columns of `U`, and the columns of `I − UUᵀ`, which represent the other `P − k` dimensions."""
         if self._shifts.ndim or not self._is_one_group(groups):
             return None
         P, k, shift = self.size, self.rank, in_float64(self._shifts)
@@ -138,8 +138,8 @@ class LowRank(Structure):
 
     @classmethod
     def inverse_terms(cls, matrices: Sequence[LowRank]) -> list[InverseTerms]:
-        """Woodbury's formula in float64, exact for the stored `U`: rounded to float32, `U` is not quite orthonormal,
-        which matters if the variance is a small difference."""
+        """Woodbury's formula in float64, which is exact for the stored `U`. After rounding to float32, `U` is not quite
+        orthonormal, and this matters if a variance is a small difference of large numbers."""
         first = matrices[0]
         ones = Diagonal(torch.ones(first.size, dtype=torch.float64, device=float64_device(first.device)))
         grams: dict[int, Tensor] = {}
@@ -165,7 +165,7 @@ class LowRank(Structure):
 
     @property
     def _shifts(self) -> Tensor:
-        """A scalar, or `[P]`."""
+        """The shift as a tensor: a scalar, or `[P]`."""
         return torch.as_tensor(self.shift, dtype=self.dtype, device=self.device)
 
     def _root(self) -> Tensor:

@@ -5,10 +5,10 @@ outputs of the network; its Jacobian is `J = Σ_t g aᵀ`. If `P⁻¹ = (Q_G ⊗
 `g̃ = g Q_G`, and `J̃ = Σ_t g̃ ãᵀ = Q_Gᵀ J Q_A`. Two paths give the same sum over `o` and `i`:
 
     pairs of positions    S_tuo = Σ_i ã_ti ã_ui W_oi,    Σ_kl = Σ_tuo g̃_kto S_tuo g̃_luo,
-    the Jacobian          Σ_kl = Σ_oi J̃_koi W_oi J̃_loi,
+    the Jacobian          Σ_kl = Σ_oi J̃_koi W_oi J̃_loi.
 
-where the first is one matrix product of `T(T + 1)/2` rows and the second builds `J̃` a few examples at a time. Per
-weight they cost `T(T + 1)/2` and `KT + K²` multiplications.
+The first path is one matrix product of `T(T + 1)/2` rows. The second path builds `J̃` for a few examples at a time.
+They cost `T(T + 1)/2` and `KT + K²` multiplications per weight.
 
 Several priors `δ` change only `W_oi = 1/(λ_o μ_i + δ)`. As an approximation, `λ` and `μ` are put into groups `p` and
 `q` of similar size. The sums `C_pq` of `J̃_koi J̃_loi` over each pair of groups are then the same for every prior:
@@ -22,8 +22,8 @@ For the few columns of a matrix `V` `[P, k]`, `JacobianColumns` sums
 
     (JV)_k = Σ_t Σ_o g_ko (Σ_i a_i V_oi)
 
-over layers, which needs no Jacobian either. If there are more positions than outputs, the layer's `Σ_t g aᵀ` is
-smaller.
+over layers, which needs no Jacobian either. If there are more positions than outputs, the layer's Jacobian `Σ_t g aᵀ`
+is smaller than the terms of this sum and is used instead.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from lightning_bayes.network.subset import Subset
 if TYPE_CHECKING:
     from lightning_bayes.structures.base import Layout, Structure
 
-PIECE = 2**24  # bytes of a layer's Jacobian at a time
-PAIRS = 2**21  # bytes of products of positions at a time
-MEMORY = 2**25  # bytes per step of a product with columns
-LEFT_WIDTH, RIGHT_WIDTH = 1.0, 0.7  # the widths of groups of eigenvalues, in log
-NEGLIGIBLE = 0.01  # times the prior precision: smaller eigenvalues form one group
+PIECE = 2**24  # bytes of a layer's Jacobian that are computed at a time
+PAIRS = 2**21  # bytes of products of pairs of positions that are computed at a time
+MEMORY = 2**25  # bytes per step of a product with the columns of V
+LEFT_WIDTH, RIGHT_WIDTH = 1.0, 0.7  # the widths of groups of eigenvalues, on a log scale
+NEGLIGIBLE = 0.01  # eigenvalues below this share of the prior precision form one group
 Rotation = Callable[[Tensor, int], Tensor]  # into an eigenbasis, along one of the last two dimensions
 
 
@@ -63,7 +63,8 @@ class CovarianceForm:
         return like.new_zeros((B * K, B * K) if self.joint else (B, K) if self.marginal else (B, K, K))
 
     def arrange(self, J: Tensor) -> Tensor:
-        """The rows of each covariance side by side.  # [K, B, p] -> [B, K, p] or [B·K, p]"""
+        """Move the rows of the Jacobian that belong to one covariance next to each other.
+        # [K, B, p] -> [B, K, p] or [B·K, p]"""
         J = J.transpose(0, 1)
         return J.flatten(0, 1) if self.joint else J
 
@@ -77,7 +78,7 @@ class CovarianceForm:
 
 
 def layer_jacobian(a: Tensor, g: Tensor) -> Tensor:
-    """`Σ_t g aᵀ`, in the order of the block.  # [K, B, G·O·I]"""
+    """The layer's Jacobian `Σ_t g aᵀ`, with entries in the order of the block.  # [K, B, G·O·I]"""
     K, G, B, T, O = g.shape
     rows = g.permute(1, 2, 0, 4, 3).reshape(G, B, K * O, T)
     return (rows @ a).reshape(G, B, K, O, -1).permute(2, 1, 0, 3, 4).flatten(2)
@@ -99,9 +100,9 @@ def rotated_covariances(
     right: Rotation | None = None,
     tail: int = 1,
 ) -> list[Tensor]:
-    """One covariance for each `W` `[G, O, I]`. Its last column applies to the last `tail` columns of `ã`. `right` and
-    `left` rotate inputs and gradients; None means that they are already rotated. The Jacobian is rotated instead if it
-    is smaller."""
+    """One covariance for each `W` `[G, O, I]` in `variances`. The last column of `W` applies to the last `tail` columns
+    of `ã`. `right` and `left` rotate inputs and gradients; None means that they are already rotated. The Jacobian is
+    rotated instead if it is smaller."""
     T, I = a.shape[2:]
     if right is not None and inputs_first(g):
         a, right = rotate_inputs(a, right), None
@@ -115,7 +116,8 @@ def rotated_covariances(
 
 
 def rotate_inputs(a: Tensor, right: Rotation) -> Tensor:
-    """Rotates all examples in one product; a batched product would copy the eigenvectors for each.  # [G, B, T, I]"""
+    """Rotate the inputs of all examples in one product; a batched product would copy the eigenvectors for each example.
+    # [G, B, T, I]"""
     return right(a.flatten(1, 2), -1).unflatten(1, a.shape[1:3])
 
 
@@ -133,7 +135,8 @@ def pairs_first(g: Tensor, form: CovarianceForm) -> bool:
 
 
 def _position_pairs(a: Tensor) -> tuple[Tensor, Tensor]:
-    """`ã_ti ã_ui` for `t ≤ u`, and the number of each pair.  # [G, B, T, I] -> [G, B, T(T + 1)/2, I], [T, T]"""
+    """The products `ã_ti ã_ui` for `t ≤ u`, and the index of each pair `(t, u)` among them.
+    # [G, B, T, I] -> [G, B, T(T + 1)/2, I], [T, T]"""
     T = a.shape[2]
     first, second = torch.triu_indices(T, T, device=a.device)
     number = torch.zeros(T, T, dtype=torch.long, device=a.device)
@@ -142,7 +145,7 @@ def _position_pairs(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_pairs(variances: Sequence[Tensor], a: Tensor, g: Tensor, form: CovarianceForm, tail: int) -> list[Tensor]:
-    """Takes one position `t` at a time, with all `u ≥ t`."""
+    """The first path, for one position `t` at a time, with all `u ≥ t`."""
     (G, B, T, I), K, O = a.shape, len(g), g.shape[4]
     few = max(1, PAIRS // (G * T * max(I, K * O) * a.element_size()))
     totals: list[list[Tensor]] = [[] for _ in variances]
@@ -173,7 +176,7 @@ def _by_jacobian(
     left: Rotation | None,
     right: Rotation | None,
 ) -> list[Tensor]:
-    """Takes a few examples at a time, and a few outputs of a large layer."""
+    """The second path, for a few examples at a time, and in a large layer for a few of its outputs at a time."""
     (G, B, _, I), K, O = a.shape, g.shape[0], g.shape[4]
     totals = [form.zeros(B, K, g) for _ in variances]
     examples = B if form.joint else max(1, PIECE // (G * K * O * I * a.element_size()))
@@ -208,8 +211,8 @@ def _jacobian_of(a: Tensor, g: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class EigenvalueGroups:
-    """Eigenvalues in groups of this `width` in log; all up to `negligible` form one group. The mean of a group weights
-    each eigenvalue by its size."""
+    """Groups of eigenvalues, each of this `width` on a log scale; all eigenvalues up to `negligible` form one group.
+    The means and variances of a group weight each eigenvalue by its size."""
 
     index: Tensor  # the group of each eigenvalue [n]
     means: Tensor  # [q]
@@ -231,7 +234,7 @@ class EigenvalueGroups:
         log_means = mean(log)
         variances = mean((log - log_means[index]).square())
         means = log_means.exp()
-        if small.any():  # the first group
+        if small.any():  # negligible eigenvalues are the first group
             means[0], variances[0] = mean(values.where(small, 0))[0], 0
         return EigenvalueGroups(index.to(device), means, variances)
 
@@ -242,7 +245,7 @@ class EigenvalueGroups:
 
     @cached_property
     def parts(self) -> list[slice]:
-        """The slice of each group in this order."""
+        """The slice of each group in the sorted order."""
         ends = self.index.bincount().cumsum(0).tolist()
         return [slice(*both) for both in zip([0, *ends], ends, strict=False)]
 

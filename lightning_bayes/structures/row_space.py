@@ -4,10 +4,11 @@
 
     K = V diag(λ) Vᵀ,    U = RᵀV diag(λ)^(-½),    H = U diag(λ) Uᵀ.
 
-With `U` and `λ`, every operation is that of `LowRank`, and costs `n·P` where a dense matrix costs `P²`, after a
-decomposition of `n³` instead of `P³`. `K` is summed and decomposed in float64. An entry of `R` is off by about
-`eps·|Rᵢⱼ|`, so an eigenvalue with the vector `v` is known up to `eps²·vᵀdiag(K)v`: much better than on the larger side,
-where it is known up to `eps·λ_max`. Smaller eigenvalues are rounding and left out.
+With `U` and `λ`, every operation is the one of `LowRank`. It costs `n·P` operations where a dense matrix costs `P²`,
+and the decomposition costs `n³` instead of `P³`. `K` is summed and decomposed in float64. An entry of `R` is off by
+about `eps·|Rᵢⱼ|`, so an eigenvalue with the vector `v` is known up to `eps²·vᵀdiag(K)v`: much better than from the
+matrix `H` itself, whose eigenvalues are known up to `eps·λ_max`. Eigenvalues below this error are rounding and are left
+out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lightning_bayes.structures.dense import Dense
 from lightning_bayes.structures.diagonal import Diagonal
 from lightning_bayes.structures.low_rank import LowRank
 
-ROUNDING = 32  # rounding errors of an entry of R, in units of eps
+ROUNDING = 32  # assumed relative rounding error of an entry of R, in units of eps
 CHUNK = 2**24  # bytes of R that are converted to float64 at a time
 
 
@@ -64,7 +65,8 @@ class RowSpace(LowRank):
         return RowSpace.from_rows(rows, self.shift + other.shift)
 
     def add_data(self, other: Structure) -> Structure:
-        """The sum is dense if both together have as many rows as weights, or if it has to be differentiable."""
+        """The sum is dense if the two matrices together have at least as many rows as weights, or if the sum has to be
+        differentiable."""
         in_graph = self._is_in_graph or other._is_in_graph
         if isinstance(other, RowSpace) and self.rank + other.rank < self.size and not in_graph:
             return self + other

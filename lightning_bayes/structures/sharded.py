@@ -1,10 +1,11 @@
 """A diagonal matrix that is sharded over processes like the weights (FSDP2, tensor parallelism).
 
 Vectors contain the entries of this process, `[..., p]`. Scalars belong to the whole matrix: all processes must call
-`logdet`, `quadratic`, `inverse_quadratic`, `sums` and `sample` together, and entries on several processes count once.
+`logdet`, `quadratic`, `inverse_quadratic`, `sums` and `sample` together, and entries that several processes have count
+once.
 
-All processes share the key of a draw. The number of a weight depends on the key and on the weight's position in the
-flat vector of the whole network, so a draw is the same on any number of processes.
+All processes use the same random key for a draw. The random number of a weight depends only on this key and on the
+weight's position in the flat vector of the whole network, so a draw is the same on any number of processes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ShardedDiagonal(Diagonal):
         return layers.repeat_interleave(torch.tensor([shard.size for shard in self.shards], device="cpu"))
 
     def eigenbasis(self, vectors: Tensor | None = None, groups: Tensor | None = None) -> None:
-        """None, because a process has only part of the entries."""
+        """No eigenbasis, because a process has only a part of the entries."""
 
     def logdet(self) -> Tensor:
         return self.sums(self.values.log()).sum()
@@ -63,7 +64,8 @@ class ShardedDiagonal(Diagonal):
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         device = None if generator is None else generator.device
         keys = torch.randint(2**62, (n,), generator=generator, device=device).to(self.device)
-        keys = _over_processes(keys * (Processes.current().rank == 0))  # the keys of the first process
+        # Every process gets the keys of the first process
+        keys = _over_processes(keys * (Processes.current().rank == 0))
         draws = self.values.new_empty(n, self.size)
         for draw, key in zip(draws, keys.tolist(), strict=True):
             for part, shard in zip(self.split(draw), self.shards, strict=True):
@@ -80,8 +82,8 @@ class ParameterShard:
     """The part of one parameter on this process: its indices along each dimension."""
 
     start: int  # the position of the parameter in the flat vector of the whole network
-    shape: torch.Size  # of the whole parameter
-    indices: tuple[Tensor, ...]  # [local] for each dimension
+    shape: torch.Size  # shape of the whole parameter
+    indices: tuple[Tensor, ...]  # indices of this process's entries [local] for each dimension
     copies: int  # number of processes that have the same part
 
     @staticmethod
@@ -124,7 +126,7 @@ def own_indices(
         if mesh is None or not hasattr(placement, "dim"):
             continue
         rank, size = mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
-        # If tensor parallelism has split the same dimension first, a shard has a part of each of those pieces.
+        # If tensor parallelism has already split this dimension into pieces, a shard has a part of each piece.
         pieces = getattr(placement, "split_factor", 1)
         whole = indices[placement.dim]
         indices[placement.dim] = torch.cat([_chunk(_chunk(whole, i, pieces), rank, size) for i in range(pieces)])

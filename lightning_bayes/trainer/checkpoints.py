@@ -55,11 +55,11 @@ def list_checkpoints(trainer: Trainer, module: LightningModule, key: str, name: 
     """Return the readable checkpoints of this run, each file once.
 
     Args:
-        key: the `state_key` of the callback.
-        name: the name of its posterior, which is part of the sidecar's name.
+        key: the `state_key` of the callback whose posterior is looked for.
+        name: the name of this posterior, which is part of the sidecar's name.
     """
     finish_writing(trainer)
-    current = module.state_dict()  # on all processes, because metrics may gather theirs
+    current = module.state_dict()  # on all processes, because metrics may gather their states
     with Processes.current().raising_together():
         checkpoints = _read_all(trainer, current, key, name) if trainer.is_global_zero else []
     return trainer.strategy.broadcast(checkpoints)
@@ -81,8 +81,8 @@ def _read_all(trainer: Trainer, current: dict[str, Any], key: str, name: str) ->
 
 
 def _roles(trainer: Trainer) -> dict[str, Role]:
-    """The role of each checkpoint file. The file saved last, and the one that this run resumed from, may have the last
-    weights even if no callback calls them best or last."""
+    """The role of each checkpoint file. The file saved last, and the file that this run resumed from, may have the last
+    weights even if no callback calls these files best or last."""
     callbacks = trainer.checkpoint_callbacks
     paths: list[tuple[Any, Role]] = [
         *((getattr(callback, "best_model_path", ""), "best") for callback in callbacks),
@@ -98,7 +98,8 @@ def _roles(trainer: Trainer) -> dict[str, Role]:
 
 
 def checkpoints_to_fit(checkpoints: list[CheckpointInfo], weights: WeightsWord) -> list[list[CheckpointInfo]]:
-    """Group the checkpoints that need another pass over the data by their weights."""
+    """The checkpoints that need their own pass over the data, grouped by their weights: checkpoints with the same
+    weights share a pass."""
     roles = {"both": ("best", "last"), "best": ("best",), "last": ()}[weights]
     groups: dict[str, list[CheckpointInfo]] = {}
     for checkpoint in checkpoints:
@@ -117,7 +118,8 @@ def put_posterior(
     weights: dict[str, Any] | None = None,
 ) -> None:
     """Store `posterior` with the callback's `state` in a checkpoint; called on all processes. If the callback has
-    changed the module's `weights` since, the checkpoint gets these weights and all of the callback's state."""
+    changed the module's weights since the checkpoint was written, pass the new `weights`: the checkpoint then gets
+    them, and all of the callback's state."""
     with Processes.current().raising_together():
         if not trainer.is_global_zero:
             return
@@ -170,7 +172,8 @@ def is_of_weights(posterior: GaussianPosterior) -> bool:
 
 
 def is_unaveraged(module: LightningModule, checkpoint: dict[str, Any]) -> bool:
-    """Whether the module has the weights that `WeightAveraging` stores in a checkpoint next to their average."""
+    """Whether the module has the unaveraged weights, which `WeightAveraging` stores in a checkpoint next to the
+    averaged ones."""
     current, weights = checkpoint.get("current_model_state"), module.state_dict()
     if current is None or current.keys() != weights.keys():
         return False
@@ -238,7 +241,8 @@ def _read(trainer: Trainer, path: str) -> dict[str, Any]:
 
 
 def save_interrupt_checkpoint(trainer: Trainer, name: str) -> None:
-    """Save a checkpoint to resume from, unless the Trainer keeps none or has just saved one; on all processes."""
+    """Save a checkpoint to resume from, unless the Trainer keeps no checkpoints or has just saved one. Call it on all
+    processes."""
     callbacks: list[Any] = trainer.checkpoint_callbacks
     steps = [last_saved_step(callback) for callback in callbacks if not getattr(callback, "save_weights_only", False)]
     if not callbacks or trainer.global_step in steps:
@@ -256,12 +260,13 @@ class PosteriorFile:
 
     Args:
         name: the name of the posterior.
-        save: a file, a folder, or whether to save; None saves if Lightning writes files too.
+        save: a file, a folder, or whether to save at all; None saves if Lightning writes files too, or if the file
+            would not go into the working directory.
     """
 
     def __init__(self, name: str, save: bool | str | None) -> None:
         self._name, self._save = f"{name}_posterior", save
-        self.path: File | None = None  # once it has been written
+        self.path: File | None = None  # path of the written file; None before
 
     def check(self, trainer: Trainer) -> None:
         """Before training: raise if the folder cannot be written to."""

@@ -4,8 +4,8 @@ A Trainer's own loader shuffles, and under DDP it pads or cuts the data to equal
 counts once on any number of processes: process `r` of `W` takes the examples `r, r + W, …` in the dataset's order,
 without padding or dropping.
 
-Outside of a Trainer's run, a data module is set up as a Trainer would do it, but on a copy, so the user's object does
-not change. As in a run, its transfer hooks replace those of the module.
+Outside of a Trainer's run, a copy of the data module is set up as a Trainer would do it, so the user's object does not
+change. As in a run, the transfer hooks of the data module replace those of the module.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ _NO_VALIDATION = (
 
 @dataclass
 class ExactPass:
-    """The `(x, y)` batches of this process, on the module's device. All processes share the same probe."""
+    """The `(x, y)` batches of this process, on the module's device. `probe` is the same on all processes."""
 
     loader: Any
     probe_loader: Any
     module: LightningModule
     trainer: Trainer | None
     stage: Literal["train", "val"] = "train"
-    n_examples: int | None = None  # over all processes, if it is known
+    n_examples: int | None = None  # number of examples over all processes; None if unknown
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         for batch in self.loader:
@@ -82,11 +82,12 @@ class ExactPass:
         return reads_once(self.loader)
 
     def probe(self) -> Any:
-        """A batch with the first examples of the dataset, for tracing the network; None if there is no index."""
+        """A batch with the first examples of the dataset, for tracing the network; None if the dataset cannot be
+        indexed."""
         return None if self.probe_loader is None else self._prepare(next(iter(self.probe_loader)))
 
     def is_random(self) -> bool:
-        """Whether the first examples change when they are read again, as augmented ones do."""
+        """Whether the first examples change when they are read again, as augmented examples do."""
         if self.probe_loader is None:
             return False
         with borrowed(self.module, ()):
@@ -105,8 +106,8 @@ def exact_pass(
     processes: Processes | None = None,
     max_batches: int | None = None,
 ) -> ExactPass:
-    """One ordered pass over the dataset of `loader`, shared by `processes`. It ends after `limit` batches (or that
-    fraction of them), or after `max_batches`."""
+    """One ordered pass over the dataset of `loader`, shared by `processes`. It ends after `limit` batches (or, if
+    `limit` is a fraction, after that share of all batches), or after `max_batches`."""
     loader = single(loader)
     processes = processes or Processes()
     if not _is_indexed(loader):
@@ -117,7 +118,7 @@ def exact_pass(
             )
         limits = [number for number in (limit, max_batches) if isinstance(number, int)]
         return ExactPass(_FirstBatches(loader, min(limits)) if limits else loader, None, module, trainer)
-    size = batch_size(loader)  # None: the dataset returns whole batches
+    size = batch_size(loader)  # None if the dataset itself returns whole batches
     indices = _indices(loader)
     for number in (limit, max_batches):
         indices = indices[: _examples_within(number, len(indices), size or 1)]
@@ -130,8 +131,8 @@ def exact_pass(
 
 
 def validation_pass(trainer: Trainer | None, module: LightningModule, loaders: Any = None) -> ExactPass:
-    """All of the first validation dataloader on every process, so that all choose the same prior. `loaders` default to
-    the Trainer's."""
+    """All batches of the first validation dataloader, on every process, so that all processes choose the same prior.
+    `loaders` defaults to the Trainer's validation dataloaders."""
     loader = first_loader(trainer.val_dataloaders if loaders is None and trainer is not None else loaders)
     if loader is None:
         raise RuntimeError(_NO_VALIDATION)
@@ -141,7 +142,7 @@ def validation_pass(trainer: Trainer | None, module: LightningModule, loaders: A
 
 def check_validation(trainer: Trainer) -> None:
     """Before training: raise if there will be no validation data for tuning."""
-    loaders = trainer.val_dataloaders  # None before they are loaded
+    loaders = trainer.val_dataloaders  # None before Lightning has loaded them
     if not trainer.enable_validation or (loaders is not None and first_loader(loaders) is None):
         raise RuntimeError(_NO_VALIDATION)
 
@@ -160,10 +161,10 @@ def count_examples(trainer: Trainer, instead: str = "pass n_data=") -> int:
 
 
 def drawn_batches(trainer: Trainer, loader: Any = None) -> int | None:
-    """The number of leading batches that training draws from; None for all, even if a limit applies to shuffled data.
-    `loader` defaults to the Trainer's."""
+    """The number of leading batches that training draws from; None if training draws from all of them, as with shuffled
+    data even under a limit. `loader` defaults to the Trainer's training dataloader."""
     loader = single(trainer.train_dataloader if loader is None else loader)
-    # In a run of one batch, that batch would be all the data.
+    # Under `fast_dev_run`, a limit of one batch would make this batch the whole dataset.
     limit = None if is_dev_run(trainer) else trainer.limit_train_batches
     sampler = sampler_of(loader)
     in_order = isinstance(sampler, SequentialSampler) or getattr(sampler, "shuffle", True) is False
@@ -173,8 +174,8 @@ def drawn_batches(trainer: Trainer, loader: Any = None) -> int | None:
 
 
 def passed_batches(trainer: Trainer, loader: Any) -> int | float | None:
-    """The number (or fraction) of leading training batches that belong to a posterior: all that training draws from,
-    or, for a stream and in a run of one batch, those of one epoch."""
+    """The number (or fraction) of leading training batches that a fit passes over: all batches that training draws
+    from. For a stream, and under `fast_dev_run`, it is the number of batches in one epoch."""
     if is_dev_run(trainer) or not _is_indexed(single(loader)):
         return trainer.limit_train_batches
     return drawn_batches(trainer, loader)
@@ -247,7 +248,7 @@ def batch_size(loader: Any) -> int | None:
 
 
 def sampler_of(loader: Any) -> Any:
-    """The sampler of examples, or a batch sampler that has none."""
+    """The sampler of examples, or the batch sampler itself if it has no sampler of examples."""
     batches = getattr(loader, "batch_sampler", None)
     if batches is None or getattr(loader, "batch_size", None) is not None:
         return getattr(loader, "sampler", None)
@@ -296,7 +297,8 @@ def _rebuild(loader: DataLoader[Any], indices: list[int], batch_size: int | None
 
 
 def _examples_within(limit: int | float | None, n: int, size: int) -> int | None:
-    """The number of examples that a limit allows; an integer limit counts batches, a fraction is a share of them."""
+    """The number of examples that a limit allows. An integer limit is a number of batches, a fraction is a share of the
+    batches."""
     if limit is None or _is_whole(limit):
         return None
     return size * (limit if isinstance(limit, int) else int(limit * math.ceil(n / size)))
@@ -325,14 +327,15 @@ class _FirstBatches:
 
 
 def is_datamodule(thing: Any) -> bool:
-    """Whether it is a data module of `lightning` or `pytorch_lightning`. A module has the same hooks but is not one."""
+    """Whether `thing` is a data module of `lightning` or `pytorch_lightning`. A LightningModule has the same hooks but
+    is not a data module."""
     return hasattr(thing, "prepare_data") and hasattr(thing, "setup") and not isinstance(thing, (nn.Module, type))
 
 
 @contextmanager
 def loaders_of(owner: Any, module: LightningModule, trainer: Trainer | None) -> Iterator[tuple[Any, Any, Any]]:
-    """The loaders of a data module, or of the module itself, while both are set up for a fit: yields the copy that was
-    set up, its training loader, and its validation loaders or None."""
+    """Set up a copy of the data module, or of the module itself, for a fit. Yields the copy, its training loader, and
+    its validation loaders or None."""
     if is_default_data_hook(owner, "train_dataloader"):
         raise DataError(
             f"{type(owner).__name__} has no train_dataloader, and a posterior needs the training data: give it one, or "
@@ -375,7 +378,7 @@ def _is_set_up(owner: Any) -> bool:
         return False
     if own_trainer.train_dataloader is not None:
         return True
-    try:  # the Trainer has tested since, and may have trained with other data
+    try:  # the Trainer has run `test` since, and may have trained with another data module's data
         owner.train_dataloader()
     except (AttributeError, TypeError):  # `setup("fit")` has not run
         return False
@@ -413,7 +416,7 @@ _RANDOM = (
 class Epoch:
     """How far training has read data without a length. A checkpoint stores it."""
 
-    batches: int = 0  # in the longest epoch so far
+    batches: int = 0  # number of batches in the longest epoch so far
     has_ended: bool = False  # whether an epoch has exhausted the data
 
     def count(self, batch_idx: int, is_last: bool) -> None:
@@ -425,7 +428,8 @@ class Epoch:
 
 
 class FitLoader:
-    """The data of a fit after training, given by `data=`: the training data, a loader, or the name of one."""
+    """The data of a fit after training, as given by `data=`: None for the training data, a loader, or the name of a
+    method or attribute that has one."""
 
     def __init__(self, data: Any) -> None:
         option = data_option(data)
@@ -435,12 +439,14 @@ class FitLoader:
         self.epoch, self._warned_random, self._reported_whole = Epoch(), False, False
 
     def check_training_data(self, trainer: Trainer, check: Callable[[Any], None] = lambda loader: None) -> None:
-        """If the fit uses the training data: raise for several dataloaders, and run `check` on a single one."""
+        """If the fit uses the training data, raise an error for several dataloaders, and run `check` on a single
+        dataloader."""
         if self.source is None:
             check(single(trainer.train_dataloader))
 
     def loader(self, train: Any, *owners: Any) -> Any:
-        """The loader, given the training data and the data module and module that may have it."""
+        """The loader to use: `train` by default, the given loader, or the named one of the first of `owners` (data
+        module and module) that has this name."""
         if not isinstance(self.source, str):
             return train if self.source is None else self.source
         loader = getattr(self.owner(*owners), self.source)
@@ -458,7 +464,7 @@ class FitLoader:
     def exact_pass(
         self, trainer: Trainer | None, module: LightningModule, loader: Any, alone: bool = False
     ) -> ExactPass:
-        """This process's share of the data, or all of them if it works `alone`."""
+        """This process's share of the data, or all data if the process works `alone`."""
         limit = None
         if trainer is not None and self.source is None:
             limit = passed_batches(trainer, loader)

@@ -2,7 +2,7 @@
 
 The batch is split, the network runs on it, its outputs and targets are checked against the likelihood, and the callback
 tries its fit on two examples. The dry run restores weights, gradients, buffers, modes and random numbers. It has no
-collective operations, so an error on one process cannot deadlock the others.
+collective operations, so an error on one process cannot deadlock the other processes.
 
 Then the loss of the module's own step is compared with the likelihood. A posterior depends on the loss only through
 the network's outputs `f`, so the gradients are compared. If the loss is `c` times the mean negative log-likelihood,
@@ -10,8 +10,8 @@ plus any constants and weight penalties, then
 
     ∂ loss / ∂fₙ = −(c/B) rₙ,    rₙ = ∂ log p(yₙ | fₙ) / ∂fₙ,
 
-at the outputs that the step has computed. If these were not recorded (in a compiled step, or if the step does not call
-the network as a module), the values of the loss are compared instead, with a larger tolerance.
+at the outputs that the step has computed. If these outputs were not recorded (in a compiled step, or if the step does
+not call the network as a module), the values of the loss are compared instead, with a larger tolerance.
 """
 
 from __future__ import annotations
@@ -65,20 +65,21 @@ class DryRun:
         self._rng: RandomState | None = None  # the random state at the start of the batch
 
     def begin(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
-        """Before the first step: raise for anything that cannot work, and record the outputs of the step."""
+        """Before the first step: raise errors that would otherwise occur in the fit, and start recording the network's
+        outputs in the step."""
         self.stop()
         if self._has_begun:
             return
         self._has_begun, callback = True, self._callback
         network = callback.network_in(module)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in network.parameters()):
-            return  # the first step gives lazy layers their shape
+            return  # lazy layers get their shapes only in the first step, so there is no dry run
         pair = split_training_batch(trainer, module, batch, callback.needs_targets)
         if pair is None:
             return
         x, y = pair
         if not isinstance(y, Tensor):
-            inputs.batch_size(x)  # raises if x has no tensor either
+            inputs.batch_size(x)  # raises an error of its own if x has no tensor either
             raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}: {_SPLIT}")
         x = inputs.contained(network, x, y)
         size, modules = inputs.batch_size(x), [network]
@@ -99,7 +100,7 @@ class DryRun:
         self._x, self._y, self._rng = x, y, RandomState.now(module.device)
 
     def compare(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> LossFit | None:
-        """Before the backward pass: compare the loss with the likelihood; None if that is not possible."""
+        """Before the backward pass: compare the loss with the likelihood. Returns None if no comparison is possible."""
         y, f, recorder, likelihood = self._y, self.f, self._recorder, self._callback.likelihood
         if y is None or not module.automatic_optimization or is_variational(module):  # the mixin compares its own loss
             return None
@@ -124,8 +125,8 @@ class DryRun:
 
 
 def split_training_batch(trainer: Trainer, module: LightningModule, batch: Any, needed: bool = True) -> Any:
-    """`(x, y)` of a training batch, without moving the global random state. Returns None if the batch has no known form
-    and its parts are not `needed`."""
+    """`(x, y)` of a training batch, without moving the global random state. Returns None if the batch cannot be split
+    and x and y are not `needed`."""
     loaders = trainer.train_dataloader
     if isinstance(loaders, (dict, list, tuple)) and len(loaders) == 1:
         (batch,) = as_list(batch)
@@ -139,7 +140,7 @@ def split_training_batch(trainer: Trainer, module: LightningModule, batch: Any, 
 
 
 def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tensor, list[nn.Module]]:
-    """The outputs in eval mode, and the modules that return them, the network first."""
+    """The outputs in eval mode, and the modules that return this same tensor, starting with the network."""
     name = f"the network {path!r}" if path else f"the network {network_name(network)}"
     reader = OutputReader(network, x)
     returned: list[tuple[nn.Module, weakref.ref[Tensor]]] = []  # weak, because activations need not be kept
@@ -180,16 +181,17 @@ def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tenso
 
 
 def _training_outputs(network: nn.Module, x: Any, rng: RandomState, trainer: Trainer) -> Any:
-    """The outputs in training mode, with the random numbers that the step began with; None if that fails."""
+    """The outputs in training mode, from the random state at the start of the step; None if the network cannot run that
+    way."""
     if any(isinstance(module, nn.SyncBatchNorm) and module.training for module in network.modules()):
-        return None  # it would wait for all processes
+        return None  # its forward pass would wait for all processes
     # Run on copies, because the graph of the step still needs the buffers.
     buffers = {name: b.detach().clone() for name, b in network.named_buffers()}
     with preserved_rng(rng.device), torch.no_grad(), eager(), forward_context(trainer), _no_warnings():
         rng.restore()
         try:
             return inputs.run(network, x, buffers)
-        except Exception as error:  # the step itself may never call the network like this
+        except Exception as error:  # not an error: the step may call the network in another way
             if is_out_of_memory(error):
                 raise
             return None
@@ -217,14 +219,15 @@ def check_memory(structure: str, n_vectors: int, size: int, like: Tensor) -> Non
 
 
 def _free_memory(device: torch.device) -> float:
-    """Free bytes of the device; for the host, and a device that shares its memory, all bytes."""
+    """Free bytes of the device. For the CPU, and for devices that share its memory, all bytes of the machine."""
     module: Any = getattr(torch, device.type, None)
     if hasattr(module, "mem_get_info"):
         free, _ = module.mem_get_info(device)
-        return float(free + module.memory_reserved(device) - module.memory_allocated(device))  # torch reserves some
+        # Torch can reuse memory that it has reserved but not allocated
+        return float(free + module.memory_reserved(device) - module.memory_allocated(device))
     try:
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, ValueError, OSError):  # unknown on this system
+    except (AttributeError, ValueError, OSError):  # the size of the memory is unknown on this system
         return float("inf")
 
 
@@ -232,9 +235,9 @@ def _free_memory(device: torch.device) -> float:
 
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative error of a gradient; 2e-2 for 16-bit outputs
-_FLAT = 1e-3  # smaller residuals are mostly rounding
-_FAR_OFF = 0.25  # relative error of a value, which penalties, augmentation and noise also change
-SAME_SCALE = 0.01  # relative error of a scale
+_FLAT = 1e-3  # residuals below this size are mostly rounding: the gradients cannot be compared
+_FAR_OFF = 0.25  # largest relative error of a plausible loss value, which penalties, augmentation and noise also change
+SAME_SCALE = 0.01  # scales within this relative error count as equal
 
 
 @dataclass(frozen=True)
@@ -242,7 +245,7 @@ class LossFit:
     """How a loss relates to the mean negative log-likelihood (NLL) of the same outputs."""
 
     loss: float
-    nll: float  # a mean over all targets, as in torch's losses
+    nll: float  # the NLL as a mean over all targets, as in torch's losses
     scale: float | None  # `c`, if the loss is `c` times the NLL up to terms that do not depend on the outputs
     fits: bool  # False if the loss belongs to another likelihood
 
@@ -261,8 +264,8 @@ def compare_gradients(
     read: Callable[[Tensor], Tensor],
 ) -> LossFit | None:
     """Compare the gradients of `loss` times `scale` and of the NLL with respect to `outputs`, the tensors that the
-    network returned; `read` turns such a tensor, or its gradient, into `f`. Returns None if the graph does not allow
-    it."""
+    network returned; `read` converts such a tensor to `f`, or its gradient to the gradient of `f`. Returns None if the
+    graph does not allow the comparison."""
     try:
         gradients = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
     except RuntimeError as error:  # the graph supports one backward pass only, or no `autograd.grad`
@@ -288,8 +291,8 @@ def compare_gradients(
 
 
 def _before_normalisation(likelihood: Likelihood, f: Tensor, g: Tensor) -> Tensor:
-    """The gradient; if `f` are log-probabilities that the loss does not normalise again, the gradient of their
-    logits."""
+    """The gradient `g` of the outputs. If the outputs are log-probabilities, which the loss does not normalise again,
+    this returns the gradient of the logits."""
     f, g = widen(f), widen(g)
     if not likelihood.chooses_one_class or f.logsumexp(1).abs().max() > 1e-3:
         return g
@@ -297,7 +300,7 @@ def _before_normalisation(likelihood: Likelihood, f: Tensor, g: Tensor) -> Tenso
 
 
 def compare_values(likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor, scale: float) -> LossFit | None:
-    """Compare the values only; None for a likelihood defined by the user."""
+    """Compare only the value of the loss with that of the NLL. Returns None for a likelihood defined by the user."""
     if not type(likelihood).__module__.startswith("lightning_bayes."):
         return None
     value, B = float(loss.detach()) * scale, len(y)
@@ -333,8 +336,8 @@ def explain(fit: LossFit, likelihood: Likelihood, f: Tensor | None) -> str:
 
 
 def recognise_scale(name: str, likelihood: Likelihood, c: float, given: float | None, n_targets: int) -> float | None:
-    """The scale to use instead of the default, if the loss is a sum or mean over the targets of an example. Warns and
-    returns None if `c` is neither `given` nor a scale of torch's losses."""
+    """The scale to use instead of the default, if the loss is a sum or mean over the targets of an example. Otherwise
+    returns None, to keep the default or `given` scale, and warns if the measured scale `c` differs from it."""
     assumed = default_loss_scale(likelihood, n_targets) if given is None else given
     if math.isclose(c, assumed, rel_tol=SAME_SCALE):
         return None
@@ -367,7 +370,8 @@ class OutputReader:
 
 
 class OutputRecorder:
-    """Records the outputs of some modules until it is stopped; outputs of another `shape`, if given, are skipped."""
+    """Records the outputs of `modules` until `stop` is called. If `shape` is given, outputs of other shapes are
+    skipped."""
 
     def __init__(self, modules: Iterable[nn.Module], size: int, shape: torch.Size | None, read: OutputReader) -> None:
         self._size, self._shape, self.read = size, shape, read
@@ -376,7 +380,7 @@ class OutputRecorder:
 
     @property
     def outputs(self) -> list[Tensor]:
-        """The outputs of the first module that was called."""
+        """The recorded outputs of the first of the modules that was called at all."""
         return next((outputs for outputs in self._outputs.values() if outputs), [])
 
     def stop(self) -> None:
@@ -387,7 +391,7 @@ class OutputRecorder:
     def _record(self, module: nn.Module, args: Any, output: Any) -> None:
         tensor = self.read.select(module, output)
         if tensor is None or not tensor.requires_grad or not tensor.ndim:
-            return  # under DDP, calling the module may run its step
+            return  # not an output: under DDP, calling the module may run its training step
         shape = self.read(tensor).shape
         if shape == self._shape or (self._shape is None and shape[0] == self._size):
             self._outputs[module].append(tensor)

@@ -1,7 +1,7 @@
 """Tuning and calibration on a Trainer's validation data, with two-fold held-out scores.
 
-Each half of the validation data makes a choice that is scored on the other half, so the posterior can score worse than
-the plain network. The final choice uses all of the validation data.
+The choice made on each half of the validation data is scored on the other half, so a chosen posterior can still score
+worse than the plain network. The final choice uses all of the validation data.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from lightning_bayes.trainer.private import is_dev_run
 from lightning_bayes.trainer.report import log, shows_bars
 
 TUNING, CALIBRATING, SCORING = "Laplace: tuning the prior", "Calibration", "Held-out scores"  # bar labels
-FEWEST = 4  # examples
-WORSE = 0.01  # nats per example; a larger loss is worth a warning
-HALVES = (slice(0, None, 2), slice(1, None, 2))  # every other example
+FEWEST = 4  # fewest validation examples for held-out scores
+WORSE = 0.01  # in nats per example: warn if the posterior's NLL is worse by more than this
+HALVES = (slice(0, None, 2), slice(1, None, 2))  # the two halves: even and odd examples
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,15 @@ class HeldOutScores:
     plain: dict[str, float]
     tempered: dict[str, float]
     posterior: dict[str, float]
-    error: float  # standard error of the posterior's NLL minus the smaller of the other two
+    error: float  # standard error of the difference between the posterior's NLL and the better of the two other NLLs
 
     def numbers(self, name: str) -> dict[str, float]:
         scores = {"map": self.plain, "map_tempered": self.tempered, name: self.posterior}
         return {f"held_out_{metric}_{who}": value for who, part in scores.items() for metric, value in part.items()}
 
     def say(self, name: str, of: str = "", plain: str = "") -> None:
-        """Report the scores. `plain` describes the plain network if that was chosen."""
+        """Report the scores. `plain` describes the plain network if it was chosen instead of the posterior; otherwise
+        it is empty."""
 
         def listed(scores: dict[str, float]) -> str:
             return ", ".join(f"{metric} {value:.4g}" for metric, value in scores.items())
@@ -87,7 +88,8 @@ def choose_on_validation(
     """Tune the posterior by "auto" or "grid", and calibrate it, for the predictions that `use` describes.
 
     Args:
-        of: in messages, which weights the posterior belongs to; empty for those in memory, whose scores are logged.
+        of: how messages name the weights that the posterior belongs to; empty for the weights in memory, whose scores
+            are also logged.
         validation: the data; by default the Trainer's validation data.
 
     Returns:
@@ -117,7 +119,7 @@ def choose_on_validation(
                 scores.say(use.name, of, tempered if by_auto and is_plain(chosen) else "")
                 log(None if of else trainer, scores.numbers(use.name))
             return chosen, by_evidence
-    except (DataError, LikelihoodError, CurvatureError, ModuleError) as error:  # unusable data are skipped
+    except (DataError, LikelihoodError, CurvatureError, ModuleError) as error:  # unusable validation data are skipped
         warn(f"the validation data are not used to tune or calibrate: {error}")
     if not by_auto:
         return posterior, by_evidence
@@ -125,7 +127,8 @@ def choose_on_validation(
 
 
 def validation_data(trainer: Trainer | None, module: LightningModule, loaders: Any = None) -> ExactPass | None:
-    """All of the first validation dataloader, on every process, so that all choose the same; None if there is none."""
+    """All batches of the first validation dataloader, on every process, so that all processes make the same choice.
+    None if there are no validation data."""
     if trainer is not None and is_dev_run(trainer):
         return None
     loaders = trainer.val_dataloaders if loaders is None and trainer is not None else loaders

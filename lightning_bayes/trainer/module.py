@@ -24,7 +24,7 @@ class ModuleError(RuntimeError):
 
 
 def check_module(module: Any, trainer: Any) -> None:
-    """Check arguments that may come from `lightning` or from `pytorch_lightning`."""
+    """Check a module and a Trainer, either of which may come from `lightning` or from `pytorch_lightning`."""
     if not isinstance(module, nn.Module) or not hasattr(module, "transfer_batch_to_device"):
         raise TypeError(f"module must be a LightningModule, got {format_value(module)}")
     if trainer is not None and not hasattr(trainer, "strategy"):
@@ -116,7 +116,7 @@ class PredictStep(ReplacedMethod):
             )
 
     def say_replaced(self) -> bool:
-        """Inform the user if their `predict_step` does not run, and return whether that is the case."""
+        """Inform the user if their `predict_step` will not run, and return whether they were informed."""
         if self._both or is_default_predict_step(self.original):
             return False
         inform(
@@ -158,7 +158,7 @@ _SHARDED = {"FSDPStrategy", "XLAFSDPStrategy", "ModelParallelStrategy", "DeepSpe
 
 
 def refuse_sharded(trainer: Trainer, who: str) -> None:
-    """Raise if the strategy shards the network, so that no process holds all of it."""
+    """Raise an error if the strategy shards the network, so that no process holds the whole network."""
     kind = class_name(trainer.strategy, _SHARDED)
     if kind is not None:
         raise RuntimeError(

@@ -85,14 +85,15 @@ class PosteriorCallback(Callback):
             `LaplaceCallback` also takes "gp" and `GP(points=…)`.
         calibrate: "auto" corrects predictions on the first validation dataloader, if there is one: by a temperature of
             the probabilities ("probs"), or by a factor on a regression's variance and the degrees of freedom of its
-            tails. "outputs" finds a temperature of the network's outputs instead; None finds none.
+            tails. "outputs" fits a temperature for the network's outputs instead. None disables calibration.
 
         name: suffix of the logged numbers; each callback of a Trainer needs a different name.
         ood: whether dataloaders after the first have out-of-distribution data.
         plots: write a reliability diagram (for a regression, a calibration curve) to the logger, or as a PNG file.
-        save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
-            logger and checkpoints are off and it would go into the working directory.
-        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
+        save: where to write the posterior's own file: a file, a folder, True, False, or None. With None the file is
+            written, unless logger and checkpoints are both off and the file would go into the working directory.
+        predict_step: "replace" the module's own `predict_step` in `trainer.predict`, "keep" it, or return the results
+            of "both".
 
         seed: the seed of all random draws.
         progress: show progress bars.
@@ -109,11 +110,13 @@ class PosteriorCallback(Callback):
     seed: int = _option("seed")
     progress: bool = _option("progress")
 
-    trains_at_its_weights: ClassVar[bool] = True  # not at samples around them
-    keeps_points: ClassVar[bool] = False  # whether it stores training points, for predictive="gp"
+    trains_at_its_weights: ClassVar[bool] = True  # False if the training step runs at samples around the weights
+    keeps_points: ClassVar[bool] = False  # whether the posterior stores training points, for predictive="gp"
     priority: ClassVar[int] = 2  # callbacks with a lower number run first, whatever their order on the Trainer
-    why_one: ClassVar[str] = ""  # why a Trainer can have only one of these callbacks, if so
-    only_weights: ClassVar[str] = ""  # the only weights that can have a posterior, if so, and what to do
+    # Error-message text: why a Trainer can have only one of these callbacks; empty if it can have several
+    why_one: ClassVar[str] = ""
+    # Error-message text: which weights this callback supports, and what the user should do; empty if it supports all
+    only_weights: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -136,19 +139,19 @@ class PosteriorCallback(Callback):
             name=name, predictive=predictive_option(predictive), network=network_option(network), calibrate=calibrate,
             ood=ood, plots=plots, save=save, predict_step=predict_step, seed=seed, progress=progress,
         )  # fmt: skip
-        self.likelihood.choose_link(use.predictive.link)  # raises for an unknown link
+        self.likelihood.choose_link(use.predictive.link)  # raises an error for an unknown link
         if use.predictive.kind == "gp" and not self.keeps_points:
             raise ValueError(f"{type(self).__name__} keeps no training points for predictive='gp': use LaplaceCallback")
         if plots:
             require_matplotlib()
-        self._module: LightningModule | None = None  # the module seen last
+        self._module: LightningModule | None = None  # the module of the last run or fit
         self._read_as = Output(use.network.output, use.network.class_dim)  # completed by the first batch
         self._posterior: GaussianPosterior | None = None
         self._stored: dict[str, Any] | None = None  # the state from a checkpoint, until the module is known
         self._file = PosteriorFile(use.name, use.save)
         self._spawn_result = SpawnResultFile()
-        self._has_trained = False  # in the current `fit`
-        self._dry_run: DryRun | None = None  # set until the first step ends
+        self._has_trained = False  # whether the current `fit` has trained at all
+        self._dry_run: DryRun | None = None  # None after the first step
         self._scores: TrainerScores | None = None  # set during `validate` and `test`
         self._predict_step: PredictStep | None = None  # set during `predict`
         self._draws: SharedDraws | None = None  # set during `validate`, `test` and `predict`
@@ -207,7 +210,7 @@ class PosteriorCallback(Callback):
         )
 
     def _read_spawn_result(self) -> None:
-        """In the parent process, load the state that rank zero wrote."""
+        """In the parent of launched processes, load the callback's state that rank zero wrote."""
         content = self._spawn_result.read()
         if content is not None:
             self._posterior = self._stored = None
@@ -240,7 +243,7 @@ class PosteriorCallback(Callback):
         return self.progress and shows_bars(trainer)
 
     def read_by_targets(self, module: LightningModule, x: Any, y: Any) -> Any:
-        """Learn the class dimension of the outputs from a batch. Returns x in its container."""
+        """Learn the class dimension of the outputs from a batch. Returns x, in a container if the network needs one."""
         network = self.network_in(module)
         x = inputs.contained(network, x, y)
         self._read_as = output_of(read_by_targets(network, x, y, self.likelihood))
@@ -267,14 +270,14 @@ class PosteriorCallback(Callback):
         self._check_module(pl_module)
 
     def _check_module(self, module: LightningModule) -> None:
-        """Raise for a module for which the posterior would be meaningless."""
+        """Raise an error if a posterior of this module would be meaningless."""
         problem = f"{type(self).__name__} needs a loss that is only the negative log-likelihood"
         refuse_variational(module, problem, "train the module without the mixin")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._has_trained = True
         self._spawn_result.clear()
-        self._posterior = self._stored = None  # they belong to the weights before this training
+        self._posterior = self._stored = None  # the old posterior belongs to the weights before this training
         self._dry_run = DryRun(self)
         if not is_dev_run(trainer):
             self._file.check(trainer)
@@ -297,7 +300,8 @@ class PosteriorCallback(Callback):
             self._spawn_result.write(trainer, {"state": self.state_dict(), "posterior_path": path})
 
     def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
-        """Fit and store the posterior. After a `fit` without a step, fit `only_missing` posteriors."""
+        """Fit and store the posterior. `only_missing` is True after a `fit` without a step: then fit only the
+        posteriors that do not exist yet."""
 
     # -- the dry run on the first batch --------------------------------------------------------------------------------
 
@@ -331,7 +335,7 @@ class PosteriorCallback(Callback):
     ) -> None:
         had_no_loss = self._dry_run is not None and pl_module.automatic_optimization
         self._end_dry_run()
-        if had_no_loss:  # try again with the next batch
+        if had_no_loss:  # the step has returned no loss: repeat the dry run on the next batch
             self._dry_run = DryRun(self)
 
     def _end_dry_run(self) -> None:
@@ -378,8 +382,8 @@ class PosteriorCallback(Callback):
     on_test_epoch_end = on_validation_epoch_end
 
     def _why_unused(self, trainer: Trainer) -> str:
-        """Why the current weights have no posterior; empty if they have one. Without a posterior, only the module's own
-        steps run, with a warning."""
+        """Message text: why the current weights have no posterior; empty if they have one. Without a posterior, the
+        callers warn, and only the module's own steps run."""
         if self._is_unaveraged:
             return _UNAVERAGED
         self._load_sidecar(trainer)
@@ -484,8 +488,8 @@ def posterior_callbacks(trainer: Trainer) -> list[PosteriorCallback]:
 
 
 def run_last(trainer: Trainer, last: list[Any]) -> None:
-    """Move the callbacks `last` to the end, just before checkpoints, because weight averaging changes the weights when
-    training ends."""
+    """Move the callbacks `last` to the end, just before checkpoints. They must run after weight averaging, which
+    changes the weights when training ends."""
     callbacks = callbacks_of(trainer)
     checkpoints = [callback for callback in callbacks if class_name(callback, {"Checkpoint"})]
     moved = {id(callback) for callback in (*last, *checkpoints)}
@@ -497,7 +501,7 @@ class CallbackPrior:
     """The prior of a callback. Its mean or posterior may be a file, which is read when it is first needed.
 
     Args:
-        prior: its state dict may be that of the module or of its network.
+        prior: a prior whose mean, if it is a state dict, may be that of the module or of its network.
         within: the name of the network in the module, if it is a submodule.
         check: raises an error for a prior that the other settings exclude.
     """

@@ -29,7 +29,7 @@ def callbacks_of(trainer: Any) -> list[Any]:
 
 
 def set_callbacks(trainer: Any, callbacks: list[Any]) -> None:
-    """Lightning has no hook for the order of callbacks."""
+    """Replace the Trainer's list of callbacks, because Lightning has no hook for their order."""
     trainer.callbacks = callbacks
 
 
@@ -40,10 +40,11 @@ def datamodule_of(trainer: Any) -> Any:
 def module_of_callback(callback: Callback) -> LightningModule | None:
     """The module of the Trainer that has this callback, found among all objects, once per fit.
 
-    The parent of launched processes (`ddp_fork`, `ddp_spawn`) needs it for `callback.posterior` after a fit. Lightning
-    has no documented way to find it: in the parent it runs no hook before or after the launch. It reads the callback's
-    `state_key` when the Trainer is created, and pickles the callback to spawn processes, but passes the Trainer to
-    neither. The launcher returns only weights and metrics, and the callback has no reference to the Trainer.
+    The parent of launched processes (`ddp_fork`, `ddp_spawn`) needs the module for `callback.posterior` after a fit.
+    Lightning has no documented way to find the module: in the parent, no hook of the callback runs before or after the
+    launch. Lightning reads the callback's `state_key` when the Trainer is created, and pickles the callback to spawn
+    processes, but passes the Trainer on neither occasion. The launcher returns only weights and metrics, and the
+    callback has no reference to the Trainer.
     """
     packages = (sys.modules.get(name) for name in ("lightning.pytorch", "pytorch_lightning"))
     kinds: Any = tuple(package.Trainer for package in packages if package is not None)
@@ -117,8 +118,8 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 
 
 def transfer_batch(module: LightningModule, batch: Any) -> Any:
-    """Run the transfer hooks. The private method is the only one that also runs those of a data module, and that works
-    without a Trainer. Outside of a run, hooks set on the module instance are used."""
+    """Run the transfer hooks. Only Lightning's private method also runs the hooks of a data module and works without a
+    Trainer. Outside of a run, hooks set on the module instance are used."""
     if any(name in vars(module) for name in TRANSFER_HOOKS):
         batch = module.on_before_batch_transfer(batch, 0)
         return module.on_after_batch_transfer(module.transfer_batch_to_device(batch, module.device, 0), 0)
@@ -142,18 +143,20 @@ def load_validation(trainer: Trainer) -> None:
 
 
 def last_saved_path(checkpoint: Any) -> str:
-    """The file that a checkpoint callback wrote last, which need not be its best or last; empty if it does not say."""
+    """The file that a checkpoint callback wrote most recently, which need not be its "best" or "last" file; empty if
+    the callback does not store its path."""
     return getattr(checkpoint, "_last_checkpoint_saved", "")
 
 
 def last_saved_step(checkpoint: Any) -> int | None:
-    """The step at which it was written; None if the callback does not say."""
+    """The step at which a checkpoint callback wrote its most recent file; None if the callback does not store the
+    step."""
     return getattr(checkpoint, "_last_global_step_saved", None)
 
 
 def acts_at_validation(trainer: Trainer, callback: Any) -> bool:
     """Whether a checkpoint or early stopping reads its monitor after validation, and not at the end of a training
-    epoch. Its `setup` may not have resolved the default yet."""
+    epoch. If the callback's `setup` has not resolved its default yet, it is resolved here."""
     unset = object()
     at_end = getattr(callback, "_save_on_train_epoch_end", getattr(callback, "_check_on_train_epoch_end", unset))
     if at_end is None:
@@ -172,8 +175,8 @@ def finish_writing(trainer: Trainer) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether forward hooks might be compiled or skipped. Lightning unwraps the result of `torch.compile`, so the
-    wrapper itself does not show."""
+    """Whether forward hooks might be compiled or skipped. Lightning unwraps the result of `torch.compile`, so a
+    compiled module cannot be recognised by its wrapper."""
     return getattr(module, "_compiler_ctx", None) is not None or any(
         hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in module.modules()
     )

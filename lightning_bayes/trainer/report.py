@@ -24,7 +24,7 @@ from lightning_bayes.trainer.data import as_list, batch_size, sampler_of, to_mod
 from lightning_bayes.trainer.module import split_batch
 from lightning_bayes.trainer.private import class_name, forward_context, is_dev_run, rich_display
 
-_LOGGED = ("log_evidence", "prior_precision", "noise_std")  # the summary has the other numbers
+_LOGGED = ("log_evidence", "prior_precision", "noise_std")  # numbers to log; the others appear only in the summary
 
 
 def report(trainer: Trainer | None, name: str, what: str, numbers: dict[str, float]) -> None:
@@ -49,7 +49,7 @@ def end_live_display(trainer: Trainer) -> None:
 
 
 def shows_bars(trainer: Trainer | None) -> bool:
-    """Whether this process shows progress bars: if the Trainer does, or if there is no Trainer."""
+    """Whether this process shows progress bars: it does if the Trainer shows them, or if there is no Trainer."""
     if trainer is None:
         return True
     bar: Any = trainer.progress_bar_callback
@@ -58,7 +58,7 @@ def shows_bars(trainer: Trainer | None) -> bool:
 
 @contextmanager
 def fit_context(trainer: Trainer | None, module: LightningModule) -> Iterator[None]:
-    """The Trainer's precision and kind of progress bars; the global random state is restored at the end."""
+    """A context with the Trainer's precision and kind of progress bars. The global random state is restored on exit."""
     is_rich = trainer is not None and class_name(trainer.progress_bar_callback, {"RichProgressBar"})
     bar = partial(RichBar, trainer) if trainer is not None and is_rich else None
     with preserved_rng(module.device), forward_context(trainer), bars_made_by(bar):
@@ -66,7 +66,8 @@ def fit_context(trainer: Trainer | None, module: LightningModule) -> Iterator[No
 
 
 class RichBar:
-    """A task in Lightning's display if that is running, or in a new display with the same columns."""
+    """A progress bar: a task in Lightning's display if this display is running, or in a new display with the same
+    columns."""
 
     def __init__(self, trainer: Trainer, what: str, total: int | None) -> None:
         bar: Any = trainer.progress_bar_callback
@@ -83,7 +84,7 @@ class RichBar:
     def close(self) -> None:
         if self._is_own:
             self._display.stop()
-        else:  # not removed, because Lightning finds its tasks by number
+        else:  # hidden rather than removed, because Lightning finds its own tasks by number
             self._display.update(self._task, visible=False)
 
 

@@ -185,7 +185,8 @@ def check_calibration(n_bins: int, binning: Binning, kind: Kind, norm: Norm = "l
 
 
 def _confidence_and_hit(probs: Tensor, target: Tensor, kind: Kind) -> Tensor:
-    """Confidence and hit (0 or 1) of each prediction, top-label in one column, class-wise in C: `[N, K, 2]`."""
+    """Confidence and hit (0 or 1) of each prediction: `[N, K, 2]`, with one column (`K = 1`) for "top_label", and one
+    column per class (`K = C`) for "class_wise"."""
     if kind == "class_wise":
         return torch.stack([probs, one_hot(target, probs.shape[1]).to(probs.dtype)], dim=-1)  # [N, C, 2]
     confidence, label = probs.max(1)  # [N], [N]

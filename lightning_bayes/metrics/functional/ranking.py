@@ -28,11 +28,11 @@ orders.
     P(Binomial(j, r) ≤ e) ≤ δ,
 
 that is, if the upper bound of Clopper and Pearson (1934) is at most `r`; Geifman & El-Yaniv (2017), "Selective
-classification for deep neural networks", use this bound. The search tries `K = ⌈√m/2⌉` thresholds, each at `δ/K`, which
-is valid however the tries depend on each other. The tries are ranks, fixed before any confidence is seen: `J` examples
-kept, in even steps from the fewest that could pass (`(1 − r)^J ≤ δ/K`) to all. Given the confidence at a rank, the
-examples above it are an independent sample of all examples above it, so the bound is exact. Ties at that confidence are
-not kept.
+classification for deep neural networks", use this bound. The search tries `K = ⌈√m/2⌉` thresholds, each with error
+probability `δ/K`. This is valid however the tries depend on each other. The tries are ranks, fixed before any
+confidence is seen: each try keeps the `J` most confident examples, with `J` in even steps from the smallest number that
+could pass (`(1 − r)^J ≤ δ/K`) to all `m`. Given the confidence at a rank, the examples above it are an independent
+sample of all examples above it, so the bound is exact. Ties at that confidence are not kept.
 
 **Threshold for a coverage** `c`: the threshold that keeps `⌈cm⌉` of the sample. With `δ`, it keeps new examples with
 probability at least `c`, by the smallest rank `i` with `P(Binomial(m, c) ≥ i) ≤ δ` (Wilks 1941, tolerance limits).
@@ -182,8 +182,9 @@ def threshold_for_coverage(
     confidence: Tensor, coverage: float, delta: float | None = None, validate_args: bool = True
 ) -> Tensor:
     """The highest confidence such that at least a share `coverage` of the predictions is *above* it: of the predictions
-    passed here or, with `delta`, of all predictions with probability `1 − delta`. Minus infinity keeps all. Any score
-    is a confidence if it is larger for predictions to keep: with `novelty_p` this keeps known inputs.
+    passed here or, with `delta`, of all predictions with probability `1 − delta`. Minus infinity keeps all predictions.
+    Any score can serve as confidence if it is larger for predictions to keep: with `novelty_p` as the score, known
+    inputs are kept.
 
     >>> threshold_for_coverage(torch.tensor([0.9, 0.4, 0.8, 0.6]), coverage=0.5)
     tensor(0.6000, dtype=torch.float64)
@@ -203,7 +204,8 @@ def _risk_threshold(rows: Tensor, risk: float, delta: float) -> Tensor:
     kept = _tries(m, risk, delta)
     for j in reversed(kept):
         θ = confidence[j] if j < m else confidence.new_tensor(-math.inf)
-        above = j if j == m or confidence[j - 1] > θ else int((confidence > θ).sum())  # without ties
+        # Examples with exactly this confidence are not kept
+        above = j if j == m or confidence[j - 1] > θ else int((confidence > θ).sum())
         if above and binomial_cdf(above, risk)[int(errors[above - 1])] <= delta / len(kept):
             return θ
     return confidence.new_tensor(math.inf)
@@ -229,7 +231,7 @@ def _coverage_threshold(confidence: Tensor, coverage: float, delta: float | None
 
 
 def _tries(m: int, risk: float, delta: float) -> list[int]:
-    """The numbers of examples to keep, in ascending order. They do not depend on the confidences."""
+    """The numbers of examples to keep in each try, in ascending order. They do not depend on the confidences."""
     K = math.ceil(m**0.5 / 2)
     fewest = math.ceil(math.log(delta / K) / math.log1p(-risk))
     if fewest <= m:

@@ -1,8 +1,8 @@
 """Scores and calibration of a Gaussian predictive N(μ, σ²), or of a Student-t with the same mean and variance.
 
-`variance` is the variance of the observation: epistemic plus noise. `df`, one number or one per element, is the
-degrees of freedom ν > 2 of a Student-t (see `student_t`); None or infinity is a Gaussian. Several outputs per example
-are averaged.
+`variance` is the variance of the observation: epistemic plus noise. `df`, one number or one per element, is the degrees
+of freedom ν > 2 of a Student-t (see `student_t`); None or infinity is a Gaussian. If examples have several outputs,
+scores are averaged over outputs and examples.
 
 **Negative log-likelihood** in nats:
 
@@ -96,7 +96,7 @@ def _student_rest(z: Tensor, ν: Tensor) -> Tensor:
     """The CRPS of a Student-t of variance one, without its first term."""
     τ = ((ν - 2) / ν).sqrt()
     t2 = (z / τ).square()
-    density = (-student_nll(z.square(), torch.ones_like(z), ν)).exp() * τ  # of t
+    density = (-student_nll(z.square(), torch.ones_like(z), ν)).exp() * τ  # density of t, not of z
     log_betas = 2 * log_gamma_step(ν / 2) - log_gamma_step(ν - 0.5)
     betas = (log_betas - 0.5 * math.log(math.pi)).exp()  # B(½, ν - ½) / B(½, ν/2)²
     return τ * 2 * (density * (ν + t2) - ν.sqrt() * betas) / (ν - 1)

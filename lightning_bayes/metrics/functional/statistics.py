@@ -157,8 +157,8 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def _check_not_one_hot(probs: Tensor, target: Tensor, tolerance: float) -> None:
-    """One-hot targets have the shape of `probs`, like independent yes/no labels. Only for one-hot targets do the rows
-    of both tensors all sum to one."""
+    """Raise an error for one-hot targets. They have the shape of `probs`, like independent yes/no labels; but only with
+    one-hot targets do all rows of both tensors sum to one."""
     if probs.ndim < 2 or probs.shape[1] < 2 or probs.numel() == 0:
         return
     if bool((target.sum(1) == 1).all()) and bool(((probs.sum(1) - 1).abs() <= tolerance).all()):
@@ -197,7 +197,7 @@ def mean_compute(sums: Tensor) -> Tensor:
 def norm_of_gaps(gap: Tensor, weight: Tensor, norm: Norm) -> Tensor:
     """The weighted mean (`"l1"`), root mean square (`"l2"`) or largest (`"max"`) of gaps `[K]`.
 
-    The weights add up to one, or are NaN if nothing was counted; then the result is NaN.
+    The weights add up to one. If nothing was counted, the weights and the result are NaN.
     """
     if norm == "l1":
         return (weight * gap).sum()
@@ -255,7 +255,8 @@ def equal_mass_sums(sums: Tensor, n: int) -> Tensor:
 
 
 def running_sum(t: Tensor) -> Tensor:
-    """`t.cumsum(0)`; on the host under `torch.use_deterministic_algorithms`, for which CUDA has no kernel.
+    """`t.cumsum(0)`; under `torch.use_deterministic_algorithms` it runs on the CPU, because CUDA has no deterministic
+    kernel.
 
     >>> running_sum(torch.tensor([1.0, 2.0, 4.0]))
     tensor([1., 3., 7.])

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 NODES = 200  # nodes of the mean over λ: only rounding errors remain
-CHUNK = 2**12  # values at a time
-FAR = 50.0  # above this the asymptotic series are exact up to rounding
+CHUNK = 2**12  # number of values that are processed at a time
+FAR = 50.0  # above this argument the asymptotic series are exact up to rounding
 
 
 def student_nll(error: Tensor, variance: Tensor, df: Tensor | None = None) -> Tensor:
@@ -38,7 +38,7 @@ def student_entropy(variance: Tensor, df: Tensor) -> Tensor:
 
 
 def log_gamma_step(x: Tensor) -> Tensor:
-    """`log Γ(x + ½) - log Γ(x)`, without subtracting two large numbers."""
+    """`log Γ(x + ½) - log Γ(x)`, computed without subtracting two large numbers."""
     far = x.clamp(min=FAR)
     series = far.log() / 2 - 1 / (8 * far) + 1 / (192 * far**3) - 1 / (640 * far**5)
     return torch.where(x > FAR, series, (x + 0.5).lgamma() - x.lgamma())
@@ -62,8 +62,9 @@ def student_cdf(z: Tensor, df: Tensor | None = None) -> Tensor:
 
 
 def _of_t(t: Tensor, ν: Tensor) -> Tensor:
-    """The trapezoid rule in `w = log λ`, whose density is proportional to `exp ½ν(w - e^w)`, starting where it is e^-40
-    of its maximum. The error falls exponentially in the number of nodes.  # [N], [N] -> [N]"""
+    """The distribution function by the trapezoid rule in `w = log λ`. The density of `w` is proportional to
+    `exp ½ν(w - e^w)`, and the rule starts where the density is e^-40 of its maximum. The error falls exponentially in
+    the number of nodes.  # [N], [N] -> [N]"""
     ν = ν.unsqueeze(1)
     reach = 80 / ν + (160 / ν).sqrt()
     w = -reach + torch.linspace(0, 1, NODES, dtype=t.dtype, device=t.device) * (reach + reach.log1p())  # [N, NODES]

@@ -2,10 +2,11 @@
 at the optimum θ⋆ of the linearised network (Antorán et al. 2022; tutorial, section 6).
 
 The tutorial does not name its data; this program uses MNIST, or another dataset with `--dataset`. Each network is
-trained by Adam without weight decay. A posterior then gets one prior precision for all weights, one for each layer
-directly before a normalisation and one for the rest (recommendation 2), or one per layer, by the evidence at θ̃
-(`tune_prior("mackay")`) and at θ⋆ (`tune_prior("linear", iterate=True)`). Transformer and Fixup have no layer directly
-before a normalisation: for them the paper's "multiple λs" are one per layer here. The U-Net is not included.
+trained by Adam without weight decay. A posterior then gets prior precisions in one of three forms: one precision for
+all weights; one for each layer directly before a normalisation and one for all other weights (recommendation 2); or one
+for each layer. The precisions maximise the evidence at θ̃ (`tune_prior("mackay")`) or at θ⋆ (`tune_prior("linear",
+iterate=True)`). Transformer and Fixup have no layer directly before a normalisation, so for these two networks the
+paper's "multiple λs" are one precision for each layer. The U-Net is not included.
 
 The paper's networks have about as many weights as MNIST (if that is its data) has images. `--full` has five images per
 weight and the full Hessian, with which ten passes over the data mostly find θ⋆; `--scale` has the paper's number of

@@ -18,8 +18,9 @@ Theory predicts results before any training. To first order, a sampled network's
 
 with J_w the derivative of the output (or latent point) in weight w.
 
-- If the data's part of H dominates, α, the scale, the factor ½ and the sum instead of the average multiply all σ by the
-  same factor: no AUROC changes, until samples are so wide that first order fails and the network itself changes.
+- If the data's part of H dominates, then α, the scale, the factor ½, and a sum instead of an average in H multiply
+  all σ by the same factor. No AUROC changes, unless the samples are so wide that the first-order approximation fails
+  and the network itself changes.
 - If H₀ or δ dominates, all weights have the same variance, and σ² is proportional to ‖J(x)‖²: large for bright images
   with high contrast, which are FashionMNIST's. σ is then larger inside than outside. The result depends on which
   weights the data have determined when training ends: on `(1 − α)ᵗ`, the memory's length relative to the training's.
