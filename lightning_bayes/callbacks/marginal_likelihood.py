@@ -83,7 +83,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
     why_one = "a network can have only one prior"
     priority = 1  # after weight averaging, and before posteriors of the final weights
     keeps_points: ClassVar[bool] = False
-    fits_shards: ClassVar[bool] = False  # each process needs the whole weights for the prior's gradient
+    fits_shards: ClassVar[bool] = False  # the prior's gradient needs all weights on every process
 
     def __init__(
         self,

@@ -103,9 +103,9 @@ class LowRankSum(BatchSum):
 
 
 def _sizes(P: int, rank: int, outputs: int) -> tuple[int, int, int]:
-    """The rank, and the numbers of vectors in a block and in the basis. An eigenvalue may occur once for each output,
-    and a block of `b` vectors finds it at most `b` times. So a block has at least as many vectors as there are outputs,
-    or `rank` vectors if that is fewer."""
+    """The rank, and the numbers of vectors in a block and in the basis. The multiplicity of an eigenvalue can be the
+    number of outputs, and a block of `b` vectors finds at most `b` copies of it. So a block has at least as many
+    vectors as there are outputs, or `rank` vectors if that is fewer."""
     rank = min(rank, P)
     width = max(BLOCK, min(outputs, rank), -(-rank // 4))
     return rank, width, min(2 * rank + 4 * width, P)

@@ -359,7 +359,7 @@ def _convolution(x: Tensor, shape: tuple[int, ...], arguments: dict[str, Any], t
 
 
 def _around(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The padding before and after each dimension; with "same", an odd zero is added after."""
+    """The padding before and after each dimension; with "same", if their sum is odd, the extra zero is added after."""
     if padding == "valid":
         return ((0, 0),) * len(kernel)
     if padding == "same":

@@ -67,7 +67,8 @@ class LogSigmaMultiplierMixin(MixinBase):
 
     Args:
         log_sigma_multiplier: a number for every log σ, or `{pattern: number}` by the dotted name of the weight, as in
-            `{"net.0": 3, "*.bias": 1}`. The most specific pattern counts; without a match the multiplier is 1.
+            `{"net.0": 3, "*.bias": 1}`. The most specific matching pattern wins; a weight that matches no
+            pattern gets the multiplier 1.
     """
 
     log_sigma: LogSigma

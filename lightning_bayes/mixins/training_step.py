@@ -260,9 +260,9 @@ class StepChecks:
             )
         raise StepError(
             f"training_step returned {loss:.6g}, but the mean negative log-likelihood of the network's outputs is "
-            f"{nll:.6g}: return that mean (over examples, with constants), check variational's 'likelihood' (and a "
-            "regression's noise) and 'network', or set variational={'loss': 'likelihood'} to train on the likelihood "
-            f"whatever the step returns{_or_vl_loss(self._module)}"
+            f"{nll:.6g}. Return that mean over examples, including constants, check variational's 'likelihood' (for a "
+            "regression, also its noise) and 'network', or set variational={'loss': 'likelihood'} to ignore the "
+            f"returned loss{_or_vl_loss(self._module)}"
         )
 
     def check_graph(self, loss: Tensor, returned: Tensor, read: Callable[[Tensor], Tensor], y: Tensor) -> None:

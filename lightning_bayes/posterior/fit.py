@@ -275,8 +275,8 @@ def warn_of_rank(posterior: LaplacePosterior, tuned: bool = True) -> None:
         )
     elif tuned and (γ := float(posterior.effective_parameters)) > DETERMINED * H.rank:
         warn(
-            "the data determine all %d eigenpairs of structure='lowrank' (γ = %.1f) and may determine more. Without "
-            "the others variances are too large and the evidence too high: raise rank=, or tune on validation data",
+            "the rank %d of structure='lowrank' is too low: the data determine γ = %.1f directions, nearly as many. "
+            "Variances and the evidence are too large without the others: raise rank=, or tune on validation data",
             H.rank,
             γ,
         )

@@ -414,7 +414,7 @@ _RANDOM = (
 
 @dataclass
 class Epoch:
-    """How far training has read data without a length. A checkpoint stores it."""
+    """Progress through a training loader that has no length. A checkpoint stores it."""
 
     batches: int = 0  # number of batches in the longest epoch so far
     has_ended: bool = False  # whether an epoch has exhausted the data

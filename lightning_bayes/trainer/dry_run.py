@@ -83,7 +83,7 @@ class DryRun:
             raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}: {_SPLIT}")
         x = inputs.contained(network, x, y)
         size, modules = inputs.batch_size(x), [network]
-        if not is_sharded(network):  # a sharded network must run first in the step itself
+        if not is_sharded(network):  # the first forward pass of a sharded network must be that of training_step
             with preserved_rng(module.device), forward_context(trainer), kept_buffers(network):
                 self.f, modules = _run(network, callback.network.name, x, size)
                 callback.read_by_targets(module, x, y)
@@ -206,8 +206,8 @@ def _no_warnings() -> Iterator[None]:
 
 
 def check_memory(structure: str, n_vectors: int, size: int, like: Tensor) -> None:
-    """Raise if the device cannot hold the vectors of a structure: a full matrix and its Cholesky factor, or the basis
-    in which a low rank is found."""
+    """Raise if the device cannot hold `n_vectors` vectors of length `size`: the rows of a full matrix and its Cholesky
+    factor, or the basis of a low-rank fit."""
     needed, device = n_vectors * size * torch.promote_types(like.dtype, torch.float32).itemsize, like.device
     available = _free_memory(device)
     if needed > available:
