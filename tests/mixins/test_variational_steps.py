@@ -169,12 +169,12 @@ class MeanSquared(Lit):
 )
 def test_another_loss_is_an_error_with_both_numbers(base: type, task: str, mixin: type) -> None:
     module = made(base, mixin, task)
-    with pytest.raises(StepError, match=r"training_step returned \S+, but the mean .* outputs is \S+: .*'loss'"):
+    with pytest.raises(StepError, match=r"training_step returned \S+, but the mean .* outputs is \S+\. .*'loss'"):
         module.training_step(batch(task), 0)
 
 
 def test_the_wrong_noise_is_the_wrong_loss() -> None:
-    with pytest.raises(StepError, match="a regression's noise"):
+    with pytest.raises(StepError, match="also its noise"):
         made(Lit, task="regression", likelihood=Gaussian(1.0)).training_step(batch("regression"), 0)
 
 
