@@ -32,16 +32,16 @@ NAMES = {  # rows and their labels, by page
         "first_draw/3,356 weights": "first draw from a full posterior of 3,356 weights",
     },
     "cost": {
-        "cost/ResNet-18/10 classes/last_layer/fit": "last layer, the default, 10 classes: fit to 256 images",
+        "cost/ResNet-18/10 classes/last_layer/fit": "ResNet-18, 10 classes, last layer (the default): fit to 256 images",
         "cost/ResNet-18/10 classes/last_layer/tune": '– `tune="auto"` on 64 images',
         "cost/ResNet-18/10 classes/last_layer/predict": "– predict 64 images",
         "cost/ResNet-18/10 classes/last_layer/bnn": '– the same with "bnn", 100 samples',
         "cost/ResNet-18/10 classes/trainer.test": "– `trainer.test`",
-        "cost/ResNet-18/1000 classes/last_layer/fit": "last layer, 1,000 classes: fit to 256 images",
+        "cost/ResNet-18/1000 classes/last_layer/fit": "ResNet-18, 1,000 classes, last layer: fit to 256 images",
         "cost/ResNet-18/1000 classes/last_layer/tune": '– `tune="auto"` on 64 images',
         "cost/ResNet-18/1000 classes/last_layer/predict": "– predict 64 images",
         "cost/ResNet-18/1000 classes/last_layer/bnn": '– the same with "bnn", 100 samples',
-        "cost/ResNet-18/10 classes/all/fit": "all weights, 10 classes: fit to 256 images",
+        "cost/ResNet-18/10 classes/all/fit": "ResNet-18, 10 classes, all weights: fit to 256 images",
         "cost/ResNet-18/10 classes/all/tune": '– `tune="auto"` on 64 images',
         "cost/ResNet-18/10 classes/all/predict": "– predict 64 images",
         "cost/ResNet-18/10 classes/all/bnn": '– the same with "bnn", 100 samples',
@@ -85,6 +85,8 @@ NAMES = {  # rows and their labels, by page
 }
 SHOWN = {name: label for rows in NAMES.values() for name, label in rows.items()}
 IN_README = (
+    "cost/ResNet-18/10 classes/last_layer/fit",
+    "cost/ResNet-18/10 classes/trainer.test",
     "predictive/MLP/kron",
     "predictive/CNN/kron",
     "curvature/MLP/KFAC exact",
