@@ -32,7 +32,7 @@ NAMES = {  # rows and their labels, by page
         "first_draw/3,356 weights": "first draw from a full posterior of 3,356 weights",
     },
     "cost": {
-        "cost/ResNet-18/10 classes/last_layer/fit": "ResNet-18, 10 classes, last layer (the default): fit to 256 images",
+        "cost/ResNet-18/10 classes/last_layer/fit": "ResNet-18, 10 classes, last layer (default): fit to 256 images",
         "cost/ResNet-18/10 classes/last_layer/tune": '– `tune="auto"` on 64 images',
         "cost/ResNet-18/10 classes/last_layer/predict": "– predict 64 images",
         "cost/ResNet-18/10 classes/last_layer/bnn": '– the same with "bnn", 100 samples',
