@@ -384,7 +384,10 @@ class Walk:
             before = self.diagonals[id(t)]
             self.diagonals[id(t)] = d if before is None else before + d
         elif self._exact and self._is_shared(t):
-            raise RuleError(f"a weight of shape {tuple(t.shape)} is computed from parameters, which has no exact rule")
+            raise RuleError(
+                f"a weight of shape {tuple(t.shape)} is computed from other parameters and has no exact rule: use "
+                "hessian='approx'"
+            )
         else:
             self._at[id(t)].add(Cotangent(diagonal=d))
 

@@ -300,8 +300,8 @@ def _used_elsewhere(nodes: Counter[Node], calls: Iterable[Call], parameters: dic
 
 
 def _without(layers: list[LayerUse], wrong: set[str], parameters: dict[str, nn.Parameter]) -> list[LayerUse]:
-    """The layers without `wrong` parameters. If the layers that are left cover a parameter only in part, those
-    layers are removed, too."""
+    """The layers without `wrong` parameters. If the layers that are left cover a parameter only in part, they
+    are also removed."""
     while True:
         layers = [layer for layer in layers if not any(rows.name in wrong for rows in layer.parameters)]
         covered: Counter[str] = Counter()

@@ -3,7 +3,7 @@
 Layer gradients come from a graph that contains the weights, so a `backward` through it would fill the weights' `.grad`.
 `attached` therefore computes on copies of the inputs and connects them to the inputs by an autograd function. The
 function's backward pass differentiates the inner graph with respect to the copies only. It is connected to the inputs
-by the same function, so it is differentiable, too.
+by the same function, so it is differentiable as well.
 
 `CompositeNorms` replaces normalisations by elementary operators. The forward mode of PyTorch's layer norm treats the
 mean and the standard deviation as constants, so the gradient of a Jacobian product `Jv` is silently wrong (PyTorch

@@ -271,7 +271,7 @@ class Structure(ABC):
         return self.root_solve(self._noise(n, generator))
 
     def _noise(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """PyTorch draws in one thread, so parts of much noise have own generators, seeded by this one.  # [n, P]"""
+        """PyTorch draws in one thread, so each large part has its own generator, seeded by this one.  # [n, P]"""
         device = self.device if generator is None else generator.device
         if device.type != "cpu" or n * self.size <= PART:
             noise = torch.randn(n, self.size, generator=generator, device=device, dtype=self.dtype)
