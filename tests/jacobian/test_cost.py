@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, addmm_flop, baddbmm_flop
 
 from lightning_bayes import fit_laplace
 from lightning_bayes.curvature import choose_subset
-from lightning_bayes.jacobian.cost import count_work, estimate_cost
+from lightning_bayes.jacobian.cost import Work, count_work, estimate_cost
 from lightning_bayes.jacobian.plan import make_plan
 from lightning_bayes.network.borrowed import borrowed
 
@@ -87,6 +87,13 @@ IN_PLACE = {torch.ops.aten.addmm_: addmm_flop, torch.ops.aten.baddbmm_: baddbmm_
 NETWORKS = [mlp, cnn, attention, partial(blocks, 1), partial(blocks, 8), recurrent]
 
 
+def work_of(network: nn.Module, x: Tensor) -> Work:
+    subset = choose_subset(network, x, "all")
+    with borrowed(network, subset.names):
+        plan = make_plan(network, x, subset)
+        return count_work(network, x, plan, plan.n_outputs, activation=0)
+
+
 @pytest.mark.parametrize("make", NETWORKS, ids=["mlp", "cnn", "attention", "resnet", "mobilenet", "recurrent"])
 def test_counted_multiplications_of_a_prediction_are_within_a_factor_of_two(make: object) -> None:
     network, x = make()  # type: ignore[operator]
@@ -96,10 +103,7 @@ def test_counted_multiplications_of_a_prediction_are_within_a_factor_of_two(make
     with FlopCounterMode(display=False) as counter:
         posterior.predict(x)
     counted = counter.get_total_flops() / (2 * len(x))
-    subset = choose_subset(network, x, "all")
-    with borrowed(network, subset.names):
-        plan = make_plan(network, x, subset)
-        work = count_work(network, x, plan, plan.n_outputs, activation=0)
+    work = work_of(network, x)
     estimated = work.forward + sum(work.predict.values())
     assert 0.5 <= estimated / counted <= 2
 
@@ -113,10 +117,7 @@ def test_counted_multiplications_of_a_fit_are_within_a_factor_of_two(make: objec
         counter.flop_registry.update(IN_PLACE)
         fit_laplace(network, data)
     counted = counter.get_total_flops() / (2 * len(x))  # without eigendecompositions
-    subset = choose_subset(network, x, "all")
-    with borrowed(network, subset.names):
-        plan = make_plan(network, x, subset)
-        work = count_work(network, x, plan, plan.n_outputs, activation=0)
+    work = work_of(network, x)
     estimated = work.forward + sum(work.fit.values())
     assert 0.5 <= estimated / counted <= 2
 

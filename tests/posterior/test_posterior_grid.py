@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.loaders import CountingLoader
 from helpers.networks import mlp
+from helpers.poisson import Poisson
 from helpers.tensors import real
 from posterior_cases import case
 from torch import Tensor, nn
@@ -267,22 +268,6 @@ def test_an_output_that_no_weight_moves_does_not_spoil_the_others() -> None:
     torch.testing.assert_close(
         posterior.tune_prior("grid", with_zero).prior_precision, posterior.tune_prior("grid", [(x, y)]).prior_precision
     )
-
-
-class Poisson(Likelihood):
-    """A likelihood of a user's own, integrated by samples only."""
-
-    def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
-        return (y * f - f.exp() - torch.lgamma(y + 1)).sum(1)
-
-    def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        return torch.diag_embed((0.5 * f).exp()).movedim(1, 0)
-
-    def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
-        raise NotImplementedError
-
-    def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        return f.exp(), f.exp()
 
 
 def test_a_likelihood_of_ones_own_is_scored_by_samples() -> None:

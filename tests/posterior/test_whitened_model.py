@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.oracles import jacobian
+from helpers.poisson import Poisson
 from torch import Tensor, nn
 
 from lightning_bayes import LaplacePosterior, Prior, fit_laplace
@@ -17,7 +18,6 @@ from lightning_bayes.evidence.whitened_model import (
     WhitenedModel,
     WhitenedRows,
 )
-from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import jacobian_factors
 
 NETWORKS: dict[str, Any] = {
@@ -159,21 +159,6 @@ def test_a_likelihood_that_takes_no_positions_is_refined_alike(
 
 
 def test_a_likelihood_of_ones_own_is_refined_to_a_larger_bound() -> None:
-    """Counts `y` with rate `e^f`, whose outputs have no positions."""
-
-    class Poisson(Likelihood):
-        def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
-            return (y * f - f.exp() - torch.lgamma(y + 1)).sum(1)
-
-        def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-            return torch.diag_embed((0.5 * f).exp()).movedim(1, 0)
-
-        def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
-            raise NotImplementedError
-
-        def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
-            return f.exp(), f.exp()
-
     torch.manual_seed(0)
     x = data(20)[0]
     y = torch.poisson(x[:, :3].exp())
