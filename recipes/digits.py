@@ -2,8 +2,6 @@
 scores for both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_letters
@@ -11,7 +9,7 @@ from string import ascii_letters
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits, load_sample_images
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -55,14 +53,20 @@ def draw_letters() -> Tensor:
     return torch.stack(rows)
 
 
+def other_inputs() -> dict[str, Tensor]:
+    """Tiles of scikit-learn's two photographs in grey, made like the digits, and noise.  # [520, 64] and [500, 64]"""
+    images = torch.stack([torch.tensor(image) for image in load_sample_images().images]).float().mean(-1) / 255
+    tiles = images[:, :416].unfold(1, 32, 32).unfold(2, 32, 32).flatten(0, 2)  # [520, 32, 32]
+    noise = torch.rand(500, 64, generator=torch.Generator().manual_seed(0))
+    return {"photographs": F.avg_pool2d(tiles, 4).flatten(1), "noise": noise}
+
+
 def judge(predict: Predictor, digits: Digits) -> dict[str, float]:
     """Scores of the probabilities on known digits, and how well entropy detects unknown inputs."""
     x, y = digits.test.tensors
-    known = predict(x)
+    known, unknown = predict(x), digits.unknown.items()
     assert known.probs is not None
-    return score(known.probs, y) | {
-        f"AUROC {name}": auroc(known.entropy, predict(x).entropy) for name, x in digits.unknown.items()
-    }
+    return score(known.probs, y) | {f"AUROC {name}": auroc(known.entropy, predict(x).entropy) for name, x in unknown}
 
 
 def score(probs: Tensor, y: Tensor) -> dict[str, float]:
@@ -83,6 +87,19 @@ def draw_scores(scores: Mapping[str, Sequence[Tensor]], label: str = "entropy of
     for ax, (name, (known, unknown)) in zip(figure.subplots(1, len(scores)), scores.items(), strict=True):
         plots.ood_histogram(*joined(known, unknown), ax=ax)
         ax.set(title=name, xlabel=label)
+    return figure
+
+
+def draw_alarms(plain: Predictor, alarm: Callable[[Tensor], Tensor], digits: Digits) -> Figure:
+    """Plot the image of median confidence of each kind, with the plain network's answer and the alarm."""
+    kinds, figure = {"a known digit": digits.test.tensors[0], **digits.unknown}, Figure((10, 2.7), layout="constrained")
+    for ax, (kind, images) in zip(figure.subplots(1, len(kinds)), kinds.items(), strict=True):
+        image = images[plain(images).confidence.argsort()[len(images) // 2]][None]
+        answer, said = plain(image), "unknown" if alarm(image) else "known"
+        ax.imshow(image.view(8, 8), cmap="gray_r", vmin=0, vmax=1)
+        ax.set(title=kind, xticks=[], yticks=[])
+        ax.set_xlabel(f"plain: a {int(answer.label)}, {float(answer.confidence):.0%} sure\nposterior: {said}")
+        ax.spines[:].set(color={"known": "tab:green", "unknown": "tab:red"}[said], linewidth=3)
     return figure
 
 
