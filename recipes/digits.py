@@ -1,6 +1,4 @@
-"""Scikit-learn's digits, 8 × 8 pixels, which need no download: known digits to train on, unknown inputs to detect, and
-scores for both.
-"""
+"""Scikit-learn's digits, 8 × 8 pixels: known digits to train on, unknown inputs to detect, and scores for both."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,11 +90,12 @@ def draw_scores(scores: Mapping[str, Sequence[Tensor]], label: str = "entropy of
 
 def draw_alarms(plain: Predictor, alarm: Callable[[Tensor], Tensor], digits: Digits) -> Figure:
     """Plot the image of median confidence of each kind, with the plain network's answer and the alarm."""
-    kinds, figure = {"a known digit": digits.test.tensors[0], **digits.unknown}, Figure((10, 2.7), layout="constrained")
+    kinds = {"a known digit": digits.test.tensors[0], **digits.unknown}
+    figure = Figure(figsize=(10, 2.7), layout="constrained")
     for ax, (kind, images) in zip(figure.subplots(1, len(kinds)), kinds.items(), strict=True):
         image = images[plain(images).confidence.argsort()[len(images) // 2]][None]
         answer, said = plain(image), "unknown" if alarm(image) else "known"
-        ax.imshow(image.view(8, 8), cmap="gray_r", vmin=0, vmax=1)
+        ax.imshow(image.view(8, 8).numpy(), cmap="gray_r", vmin=0, vmax=1)
         ax.set(title=kind, xticks=[], yticks=[])
         ax.set_xlabel(f"plain: a {int(answer.label)}, {float(answer.confidence):.0%} sure\nposterior: {said}")
         ax.spines[:].set(color={"known": "tab:green", "unknown": "tab:red"}[said], linewidth=3)
