@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from recipes.papers.statements import statements_table
 from recipes.program import markdown, read_rows
 
 FOLDER = Path(__file__).with_suffix("")
@@ -29,7 +30,11 @@ MOST_COMMANDS = 3  # list at most this many
 HEAD = """# Results
 
 `make results` writes this page from the CSVs in [`results/`](results), with the papers' numbers beside ours. Do not
-edit it. Times are for one processor core. A ± is the standard error of the mean, unless a table says otherwise."""
+edit it. Times are for one processor core. A ± is the standard error of the mean, unless a table says otherwise.
+
+The first table has a line for each statement of the papers. A number is that of the comparisons (datasets, seeds,
+networks) in which it holds, does not hold, or differs by less than two standard errors. A run's scale is the paper's
+("paper", "full"), or smaller."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,9 @@ def page(runs: Iterable[Measured], beside: Path = PAGE) -> str:
     runs = list(runs)
     rows = [[f"[{run.name}](#{_anchor(run.name)})", run.settings["scale"], time_of(run), seeds_of(run)] for run in runs]
     contents = markdown(["run", "scale", "processor time", "seeds"], rows)
-    return "\n\n".join([HEAD, contents, *(section(run, beside) for run in runs)]) + "\n"
+    sections = {run.name: section(run, beside) for run in runs}
+    statements = statements_table(sections, {run.name: run.settings["scale"] for run in runs})
+    return "\n\n".join(part for part in (HEAD, statements, contents, *sections.values()) if part) + "\n"
 
 
 def section(run: Measured, beside: Path) -> str:

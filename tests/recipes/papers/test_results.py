@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torchvision")
 
-from recipes.papers import results
+from recipes.papers import results, statements
 from recipes.program import append_rows, read_rows
 
 
@@ -84,3 +84,39 @@ def test_all_pictures_and_folders_on_the_page_exist() -> None:
     links = [link.split(")")[0] for link in text.split("](")[1:]]
     for link in links:
         assert link.startswith("#") or (results.PAGE.parent / link).exists(), link
+
+
+def test_a_statement_counts_the_claims_that_test_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = """
+- holds: A is better than B (0.1; 0.2)
+- holds: A is better than C (0.1; 0.1; within two standard errors of 0)
+- does not hold: A is better than D (0.3; 0.1)
+- holds: B is better than C (0.1; 0.2)
+"""
+    listed = [
+        statements.Statement("paper", "A is best", {"one": "A is better", "another": "A"}, "a remark"),
+        statements.Statement("paper", "B is better", {"one": "B is better"}),
+        statements.Statement("paper", "not measured", {"a third": "A"}),
+    ]
+    monkeypatch.setattr(statements, "STATEMENTS", listed)
+    table = statements.statements_table({"one": section, "another": ""}, {"one": "paper", "another": "fast"})
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert rows == [
+        [
+            "paper",
+            "A is best",
+            "holds 1, within the error 1, does not hold 1",
+            "one (paper), another (fast)",
+            "a remark",
+        ],
+        ["paper", "B is better", "holds", "one (paper)", ""],
+    ]
+    assert statements.statements_table({}, {}) == ""
+
+
+def test_every_statement_is_tested_by_the_runs_that_it_names() -> None:
+    page = results.PAGE.read_text(encoding="utf-8")
+    sections = {text.split("\n")[0]: text for text in page.split("\n## ")[1:]}
+    for statement in statements.STATEMENTS:
+        for run, pattern in statement.claims.items():
+            assert statements.verdicts(sections[run], pattern), (statement.text, run)
