@@ -1,5 +1,6 @@
 """What is published: the metadata, a citation, and archives that install and run elsewhere."""
 
+import itertools
 import json
 import os
 import re
@@ -58,6 +59,45 @@ def test_the_citation_has_the_sources_that_users_are_asked_to_cite(citation: dic
         assert all(author["family-names"] in before for author in paper["authors"]), paper["title"]
         assert len(paper["authors"]) == len(re.findall(r"[^,]+,? ?", before.rstrip("* ").rstrip(".")))
         assert str(paper["year"]) in after
+
+
+def test_the_changelog_has_the_news_of_this_version(project: dict[str, Any], citation: dict[str, Any]) -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## \[(\d.*)$", text, re.MULTILINE)[0] == f"{project['version']}] - {citation['date-released']}"
+
+
+def test_the_lowest_versions_are_those_of_the_metadata(project: dict[str, Any]) -> None:
+    """What `make test-lowest` installs."""
+    lines = (ROOT / ".ci" / "lowest.txt").read_text(encoding="utf-8").splitlines()
+    installed = dict(line.split("==") for line in lines if not line.startswith("#"))
+    needed = [*project["dependencies"], *itertools.chain.from_iterable(project["optional-dependencies"].values())]
+    bounds = [re.match(r"([\w-]+)(?:\[.*\])?>=([\d.]+)", requirement) for requirement in needed]
+    lowest = {bound[1]: f"{bound[2]}.0" for bound in bounds if bound}
+    ours = {name: version for name, version in installed.items() if name != "torchvision"}  # the one for this torch
+    assert ours == {name: lowest[name] for name in ours}
+    assert {"torch", "lightning", "pytorch-lightning", "torchmetrics", "jsonargparse"} == ours.keys()
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_need_no_secret_and_ask_for_little(path: Path, project: dict[str, Any]) -> None:
+    text = path.read_text(encoding="utf-8")
+    workflow = yaml.safe_load(text)
+    assert "secrets." not in text
+    assert workflow["permissions"] == {"contents": "read"}
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    assert all("timeout-minutes" in job for job in workflow["jobs"].values())
+    for step in steps:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v1)", step.get("uses", "actions/checkout@v1")), step
+        for target in re.findall(r"^make (\S+)$", step.get("run", ""), re.MULTILINE):
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
+    if path.name == "test.yml":
+        versions = workflow["jobs"]["newest"]["strategy"]["matrix"]["python"]
+        assert [f"Programming Language :: Python :: {version}" for version in versions] == [
+            name for name in project["classifiers"] if re.search(r":: 3\.\d+$", name)
+        ]
 
 
 def test_the_metadata_name_each_version_of_python(project: dict[str, Any]) -> None:

@@ -279,8 +279,7 @@ class Likelihood(ABC):
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """`∂ log p(y | f) / ∂f` in the shape of `f`; zero at positions without a target."""
-        with torch.inference_mode(False):  # in inference mode, torch 2.4 silently returns zeros
-            gradient: Tensor = torch.func.grad(self.log_likelihood)(widen(f).clone(), y.clone())
+        gradient: Tensor = torch.func.grad(self.log_likelihood)(widen(f), y)
         return gradient
 
     def point(self, f: Tensor) -> Predictive:

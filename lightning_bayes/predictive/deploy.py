@@ -25,6 +25,7 @@ from lightning_bayes.likelihoods import ClassPredictive
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.output import network_name, output_of, unwrap_output
 from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord, predictive_option
+from lightning_bayes.posterior.at_mean import outputs
 from lightning_bayes.posterior.gaussian import Calibration, GaussianPosterior, PosteriorError, implements
 from lightning_bayes.predictive.novelty import LastLayer, last_layer
 from lightning_bayes.predictive.predict import Integral, OutputLaw, has_many_outputs, is_plain
@@ -46,9 +47,9 @@ def deploy(
 ) -> Deployed:
     option = predictive_option(predictive)
     flag("calibrated", calibrated)
-    posterior.check_weights()
     if isinstance(posterior.network, inputs.PartialNetwork):
         raise PosteriorError("deploy needs the whole network, but it is sharded: load the posterior for a plain copy")
+    outputs(posterior, x)  # raises for other weights, and for an x that the network cannot be run on
     calibration = posterior.calibration_of(option.kind, option.link) if calibrated else None
     calibration = calibration or Calibration(option.kind, "")
     if option.kind == "map" or is_plain(posterior):
@@ -88,7 +89,9 @@ def _closed_link(posterior: GaussianPosterior, x: Any, link: str) -> str:
         return chosen
     closed = [word for word in likelihood.links if word != "mc"]
     way_out = f"calibrate it with GLM(link={closed[0]!r}) and deploy with this option, " if closed else ""
-    raise PosteriorError(f"this posterior predicts an average of random draws, which has no closed form: {way_out}{PLAIN}")
+    raise PosteriorError(
+        f"this posterior predicts an average of random draws, which has no closed form: {way_out}{PLAIN}"
+    )
 
 
 def _linear_layer(network: nn.Module, subset: Subset) -> str | None:
