@@ -16,6 +16,7 @@ __all__ = [
     "auto",
     "conformalize",
     "decode",
+    "deploy",
     "held_out",
     "novelty",
     "outputs",

@@ -12,10 +12,9 @@ from helpers.networks import Wired, made, mlp
 from helpers.tensors import TIGHT, real
 from torch import Tensor, nn
 
-from lightning_bayes import GLM, GaussianPosterior, HeteroscedasticGaussian, Kron, Prediction, fit_laplace
+from lightning_bayes import GLM, HeteroscedasticGaussian, Kron, Prediction, fit_laplace
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import PosteriorError
-from lightning_bayes.predictive.deploy import Deployed
 
 X, NEW = real(30, 3, seed=1), 2 * real(7, 3, seed=2)
 F = real(30, 4, seed=3)
@@ -194,34 +193,31 @@ def test_many_classes_have_the_closed_form_that_is_asked_for() -> None:
     torch.testing.assert_close(out["probs"], expected, **TIGHT)
 
 
-def exported(deployed: Deployed, path: Path) -> None:
-    batch = {"x": {0: torch.export.Dim("batch")}}
-    program = torch.export.export(deployed, (X[:2],), dynamic_shapes=batch, strict=False)
-    torch.export.save(program, path)
-
-
+ANY_NUMBER = {"x": {0: torch.export.Dim("batch")}}
 ELSEWHERE = """
 import sys
 for name in ("lightning", "lightning_bayes", "torchmetrics", "pytorch_lightning"):
     sys.modules[name] = None  # importing it is an error
 import torch
-program = torch.export.load(sys.argv[1]).module()
-outs = [program(x) for x in torch.load(sys.argv[2], weights_only=True)]
-torch.save(outs, sys.argv[3])
+programs = [torch.export.load(path).module() for path in sys.argv[3:]]
+xs = torch.load(sys.argv[1], weights_only=True)
+torch.save([[program(x) for x in xs] for program in programs], sys.argv[2])
 """
 
 
 def test_an_exported_program_runs_where_only_torch_is_installed(tmp_path: Path) -> None:
-    posteriors = {
-        "classification": posterior("classification").tune_prior("auto", loader=batches("classification")),
-        "regression": posterior("regression", "full").tune_prior("auto", loader=batches("regression")),
-    }
-    torch.save([NEW[:1], NEW], tmp_path / "x.pt")
-    for task, fitted in posteriors.items():
-        exported(fitted.deploy(X[:2]), tmp_path / f"{task}.pt2")
-        files = [str(tmp_path / name) for name in (f"{task}.pt2", "x.pt", "out.pt")]
-        subprocess.run([sys.executable, "-c", ELSEWHERE, *files], check=True, capture_output=True, timeout=120)
-        for n, out in zip((1, 7), torch.load(tmp_path / "out.pt", weights_only=True), strict=True):
+    posteriors = [
+        posterior("classification").tune_prior("auto", loader=batches("classification")),
+        posterior("regression", "full").tune_prior("auto", loader=batches("regression")),
+    ]
+    files = [str(tmp_path / name) for name in ("x.pt", "out.pt", "0.pt2", "1.pt2")]
+    torch.save([NEW[:1], NEW], files[0])
+    for fitted, path in zip(posteriors, files[2:], strict=True):
+        program = torch.export.export(fitted.deploy(X[:2]), (X[:2],), dynamic_shapes=ANY_NUMBER, strict=False)
+        torch.export.save(program, path)
+    subprocess.run([sys.executable, "-c", ELSEWHERE, *files], check=True, timeout=120)
+    for fitted, outs in zip(posteriors, torch.load(files[1], weights_only=True), strict=True):
+        for n, out in zip((1, 7), outs, strict=True):
             assert_equal(out, fitted.predict(NEW[:n]))
 
 
@@ -233,10 +229,8 @@ def test_onnx_has_the_same_numbers(task: str, tmp_path: Path) -> None:
     fitted = posterior(task).tune_prior("auto", loader=batches(task))
     deployed, path = fitted.deploy(X[:2]), str(tmp_path / "model.onnx")
     names = list(deployed(X[:2]))
-    batch = {"x": {0: torch.export.Dim("batch")}}
-    torch.onnx.export(
-        deployed, (X[:2],), path, dynamo=True, dynamic_shapes=batch, output_names=names, input_names=["x"]
-    )
+    words = {"dynamic_shapes": ANY_NUMBER, "input_names": ["x"], "output_names": names}
+    torch.onnx.export(deployed, (X[:2],), path, dynamo=True, **words)
     outs = runtime.InferenceSession(path).run(None, {"x": NEW.numpy()})
     expected = fitted.predict(NEW)
     for name, out in zip(names, outs, strict=True):
