@@ -139,8 +139,8 @@ def test_the_wheel_has_the_package_and_nothing_else(archives: tuple[Path, Path],
 def elsewhere(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder with the unpacked source archive, and the Python of an environment that has the wheel.
 
-    With `LIGHTNING_BAYES_INSTALL=all` pip installs the dependencies as well, some gigabytes; otherwise they are those of
-    the environment that runs the tests.
+    With `LIGHTNING_BAYES_INSTALL=all` pip installs the dependencies as well, some gigabytes; otherwise the environment
+    uses those of the tests.
     """
     environment, folder = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("elsewhere")
     call(folder, sys.executable, "-m", "venv", str(environment))

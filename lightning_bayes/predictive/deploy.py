@@ -50,6 +50,10 @@ def deploy(
     if isinstance(posterior.network, inputs.PartialNetwork):
         raise PosteriorError("deploy needs the whole network, but it is sharded: load the posterior for a plain copy")
     outputs(posterior, x)  # raises for other weights, and for an x that the network cannot be run on
+    if isinstance(inputs.contained(posterior.network, x), inputs.Container):
+        raise PosteriorError(
+            f"a deployed network takes tensors, or a tuple or dict of them, but x is a {type(x).__name__}: use predict"
+        )
     calibration = posterior.calibration_of(option.kind, option.link) if calibrated else None
     calibration = calibration or Calibration(option.kind, "")
     if option.kind == "map" or is_plain(posterior):
@@ -64,7 +68,7 @@ def deploy(
     deployed = Deployed(posterior, x, calibration, _closed_link(posterior, x, option.link or calibration.link))
     with torch.inference_mode(False), torch.no_grad():
         f, a = deployed.outputs(inputs.to_device(x, posterior.device))
-        if f.ndim > 2 or a.ndim != 2 or not _agrees(deployed.law(f, a).covariance, posterior.functional(x)[1]):
+        if f.ndim > 2 or a.shape[1] > 1 or not _agrees(deployed.law(f, a).covariance, posterior.functional(x)[1]):
             raise PosteriorError(
                 f"{network_name(posterior.network)} does not return one row of outputs of its last layer for each "
                 f"example, unchanged, so their covariance has no closed form: fit a network that does, {PLAIN}"
@@ -141,7 +145,7 @@ class Deployed(nn.Module):
         return out if self.novelty is None else {**out, **self.novelty(a)}
 
     def outputs(self, x: Any) -> tuple[Tensor, Tensor]:
-        """The network's output `f`, and the inputs `ã` of the layer, if they are needed.  # [B, ...], [B, ..., I]"""
+        """The network's output `f`, and the inputs `ã` of the layer, if they are needed.  # [B, ...], [B, T, I]"""
         args, kwargs = inputs.arguments(self.network, x)
         if self.layer is None:
             f = self._output(self.network(*args, **kwargs))
@@ -152,7 +156,7 @@ class Deployed(nn.Module):
             f = self._output(self.network(*args, **kwargs))
         finally:
             hook.remove()
-        (a,) = seen
+        a = torch.cat([t.unsqueeze(1) if t.ndim == 2 else t.flatten(1, -2) for t in seen], 1)
         return f, a if layer.bias is None else torch.cat([a, torch.ones_like(a[..., :1])], -1)
 
     def law(self, f: Tensor, a: Tensor) -> OutputLaw:
@@ -193,6 +197,7 @@ class _Covariance(nn.Module):
             self.register_buffer(name, t)
 
     def forward(self, f: Tensor, a: Tensor) -> OutputLaw:
+        a = a.squeeze(1)  # [B, I]
         if self.root is not None:
             a = a.to(self.root.dtype)
             Z = torch.einsum("koi,bi->bko", self.root, a)
@@ -224,7 +229,6 @@ class _Novelty(nn.Module):
 
     def forward(self, a: Tensor) -> dict[str, Tensor]:
         a = a.to(self.frame.dtype)
-        a = a.unsqueeze(1) if a.ndim == 2 else a.flatten(1, -2)  # [B, T, I]
         left = (a @ self.frame).square() @ self.shares
         novelty = (left / a.square().sum(-1).clamp(min=torch.finfo(a.dtype).tiny)).mean(-1)
         if self.known is None:

@@ -110,6 +110,17 @@ def test_the_plain_network_with_temperature_and_novelty(subset: str) -> None:
     torch.testing.assert_close(out["novelty_p"], fitted.predict(NEW).novelty_p, **TIGHT)
 
 
+def test_novelty_of_a_layer_with_several_positions() -> None:
+    net = made(lambda: Wired(lambda self, x: (self.head(x) + self.head(-x)).mT, head=nn.Linear(3, 4)))
+    x, y = real(6, 5, 3, seed=4), torch.arange(30).view(6, 5) % 4
+    fitted = fit_laplace(net, [(x, y)])
+    out = fitted.deploy(x, "map")(x[:3] + 1)
+    torch.testing.assert_close(out["novelty"], fitted.novelty(x[:3] + 1), **TIGHT)
+    torch.testing.assert_close(out["probs"], fitted.predict(x[:3] + 1, "map").probs, **TIGHT)
+    with pytest.raises(PosteriorError, match="does not return one row"):
+        fitted.deploy(x)
+
+
 def test_a_prior_that_leaves_the_plain_network_is_deployed_for_any_subset() -> None:
     plain = posterior("classification", subset="all").with_prior(2.0**41)
     assert_equal(plain.deploy(X[:2])(NEW), plain.predict(NEW))
