@@ -77,7 +77,8 @@ def marginal_variance(mean: Tensor, covariance: Tensor) -> Tensor:
 def _clamp_rounding(variance: Tensor) -> Tensor:
     """Clamp variances, or eigenvalues of a covariance, that rounding made negative; larger negative values raise an
     error."""
-    if variance.numel() and bool(variance.amin() < -1e-3 * variance.abs().amax()):
+    is_exported = torch.compiler.is_compiling()  # an exported program cannot read values
+    if not is_exported and variance.numel() and bool(variance.amin() < -1e-3 * variance.abs().amax()):
         raise LikelihoodError(
             f"the covariance of the outputs must be positive semi-definite, but has a variance of "
             f"{variance.amin().item():.3g}; pass a covariance, not its negative or a precision."

@@ -56,6 +56,7 @@ from lightning_bayes.structures import Structure
 if TYPE_CHECKING:
     from lightning_bayes.predictive import Prediction
     from lightning_bayes.predictive.conformal import Conformal
+    from lightning_bayes.predictive.deploy import Deployed
     from lightning_bayes.predictive.draws import FunctionDraw, Reconstruction
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -293,6 +294,19 @@ class GaussianPosterior:
             differentiable=differentiable,
             split=split,
         )
+
+    def deploy(
+        self, x: Any, predictive: PredictiveWord | PredictiveOption = "glm", calibrated: bool = True
+    ) -> Deployed:
+        """Make a module of tensor operations that `torch.export` and ONNX can export. Its `forward(x)` returns the
+        `probs`, or the `mean` and `variance`, and the `novelty` of `predict` as a dictionary of tensors.
+
+        Args:
+            x: an example input of at least two examples.
+            predictive: "glm", for a posterior over a linear last layer, or "map", the plain network, for any posterior.
+            calibrated: apply the correction that `calibrate` or `tune_prior("auto")` found for this predictive.
+        """
+        return implementation("deploy")(self, x, predictive, calibrated)
 
     def novelty(self, x: Any) -> Tensor:
         """Score how unknown each input is, from 0 to 1: the share of a weak prior's variance that the data have not

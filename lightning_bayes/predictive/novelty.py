@@ -57,7 +57,7 @@ class LastLayer:
 @implements("novelty")
 def novelty(posterior: GaussianPosterior, x: Any) -> Tensor:
     """# [B]"""
-    last = _last_layer(posterior, x)
+    last = last_layer(posterior, x)
     if isinstance(last, str):
         raise PosteriorError(last)
     return _score(posterior, last, x)[0]
@@ -69,7 +69,7 @@ class NoveltyScore:
 
     def __init__(self, posterior: GaussianPosterior, x: Any) -> None:
         self._posterior, self._x = posterior, x
-        self._last = "its weights are sharded" if posterior.is_sharded else _last_layer(posterior, x)
+        self._last = "its weights are sharded" if posterior.is_sharded else last_layer(posterior, x)
         self._parts: list[Tensor] = []
 
     def observe(self, jacobian: LayerJacobian) -> None:
@@ -121,7 +121,7 @@ class KnownInputs:
         return replace(posterior, known_novelty=torch.cat(self._scores).sort().values) if self._scores else posterior
 
 
-def _last_layer(posterior: GaussianPosterior, x: Any) -> LastLayer | str:
+def last_layer(posterior: GaussianPosterior, x: Any) -> LastLayer | str:
     """The last layer, or the reason why there is no score."""
     structure = posterior.curvature.structure if isinstance(posterior, LaplacePosterior) else posterior.precision
 

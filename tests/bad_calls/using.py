@@ -131,6 +131,15 @@ moved("change", _half, "not those the posterior was fitted to")
 _grown = Of(lambda t: lambda net: net.append(nn.Linear(3, 3)), "another layer")
 moved("change", _grown, "not those the posterior was fitted to")
 
+deploy = _method("classifier", "deploy", x=_x, predictive=lambda t: "map")
+_inputs(deploy)
+flags(deploy, "calibrated")
+words(deploy, "predictive")
+deploy("predictive", None, "unknown predictive None: use one of 'glm', 'bnn', 'map'")
+deploy("predictive", "bnn", "predictive='bnn' cannot be deployed: use 'glm' for a last layer", error=PosteriorError)
+_last_layer = "all weights of one linear last layer", "fit subset='last_layer'"
+deploy("predictive", "glm", *_last_layer, named=False, error=PosteriorError)
+
 functional = _method("classifier", "functional", x=_x)
 _inputs(functional)
 flags(functional, "joint", "differentiable")

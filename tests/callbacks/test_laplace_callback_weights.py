@@ -18,12 +18,8 @@ from callback_cases import (
     same_posterior,
     trainer,
 )
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-)
+from helpers.training import EMAWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 

@@ -7,8 +7,8 @@ import lightning as L
 import pytest
 import torch
 from callback_cases import Classifier, held_out, labelled, train_loader
-from helpers.training import LitNet, loader, trainer
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
+from helpers.training import EMAWeightAveraging, LitNet, loader, trainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 

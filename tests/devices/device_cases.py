@@ -184,6 +184,11 @@ def novel(device: torch.device, structure: str) -> Any:
     return laplace(device, "classification", structure).novelty(X.to(device))
 
 
+def deployed(device: torch.device, structure: str) -> Any:
+    posterior = laplace(device, "classification", structure, subset="last_layer")
+    return posterior.deploy(X.to(device))(X.to(device))
+
+
 def weights(device: torch.device, structure: str) -> Any:
     posterior = laplace(device, "classification", structure)
     θ = posterior.sample(3, seeded())
@@ -336,6 +341,7 @@ CASES: dict[str, Case] = {
     },
     "predict without shares": partial(predicted, task="classification", predictive="glm", link="probit", split=False),
     **{f"novelty {s}": partial(novel, structure=s) for s in STRUCTURES},
+    **{f"deploy {s}": partial(deployed, structure=s) for s in STRUCTURES},
     **{f"weights {s}": partial(weights, structure=s) for s in STRUCTURES},
     "gradient in x": acquired,
     **{f"store {s}": partial(stored, structure=s) for s in STRUCTURES},

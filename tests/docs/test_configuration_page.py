@@ -1,8 +1,10 @@
 """The files and programs of the page on configuration, as a user would save and start them."""
 
+import gc
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -125,3 +127,30 @@ def test_the_program_for_hydra_on_two_processes(train_with_hydra: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "MEMBER: 2/2" in done.stderr
     assert {f"test_nll_{name}" for name in ("map", "laplace", "last_layer")} <= scores(done.stdout).keys()
+
+
+@pytest.mark.slow
+def test_a_search_keeps_nothing_of_its_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trial scores the posterior of its own weights, and its posterior is freed with its Trainer."""
+    pytest.importorskip("optuna", reason="Optuna is in the extra `slow`")
+    monkeypatch.syspath_prepend(str(RECIPES))
+    monkeypatch.chdir(tmp_path)
+    posteriors: list[weakref.ref[Any]] = []
+    expected: list[float] = []
+
+    class Watching(LaplaceCallback):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            super().on_validation_end(trainer, pl_module)
+            if trainer.state.fn == "validate":
+                posteriors.append(weakref.ref(self.posterior))
+                self.posterior.check_weights()
+                expected.append(self.evaluate(pl_module, trainer.datamodule.val_dataloader())["nll_laplace"])
+
+    names: dict[str, Any] = {"__name__": "search"}
+    with patch("lightning_bayes.LaplaceCallback", Watching):
+        exec(block("python", "import optuna"), names)
+    gc.collect()
+    values = [trial.value for trial in names["study"].trials]
+    assert len(set(values)) == 3
+    assert values == pytest.approx(expected, rel=1e-5)
+    assert [posterior() for posterior in posteriors] == [None] * 3

@@ -19,7 +19,17 @@ from helpers.training import Lit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import GLM, Kron, LaplacePosterior, Network, Prior, Tuning, fit_laplace
+from lightning_bayes import (
+    GLM,
+    GaussianPosterior,
+    Kron,
+    LaplaceCallback,
+    LaplacePosterior,
+    Network,
+    Prior,
+    Tuning,
+    fit_laplace,
+)
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -105,6 +115,7 @@ def test_the_likelihood_of_ones_own_is_the_one_that_is_tested() -> None:
 
 def test_likelihoods() -> None:
     names = run_page(DOCS / "likelihoods.md")
+    assert names["tagging"].probs.shape == names["tagging"].label.shape == names["tagging"].epistemic.shape == (60, 4)
     categorical, mean = names["Categorical"](), names["mean"]
     sure = categorical.integrate(mean, names["sure"], link="probit").probs
     unsure = categorical.integrate(mean, names["unsure"], link="probit").probs
@@ -287,6 +298,24 @@ def test_front_page(page: Path) -> None:
         assert list(names["net"].log_sigma.keys()) == weights
 
 
+def test_deployment() -> None:
+    dm, network = Data(), mlp(4, 8, 3)
+    dm.val_dataloader = dm.loader
+    laplace = LaplaceCallback(network="net", save=False)
+    trainer = L.Trainer(logger=False, max_epochs=1, enable_progress_bar=False, accelerator="cpu", callbacks=[laplace])
+    trainer.fit(model := Model(), dm)
+    trainer.save_checkpoint("trained.ckpt")
+    x = next(iter(dm.loader()))[0]
+    names = run_page(DOCS / "deploy.md", model=model, dm=dm, x=x, network=network)
+    expected = names["posterior"].predict(x)
+    for name, t in names["prediction"].items():
+        torch.testing.assert_close(t, getattr(expected, name))
+    torch.testing.assert_close(names["of_network"].predict(x).probs, laplace.posterior.predict(x).probs)
+    shared = GaussianPosterior.load("shared/posterior.pt", network)
+    torch.testing.assert_close(shared.mean, laplace.posterior.mean)
+    assert "Categorical posterior of 24 examples" in Path("shared/README.md").read_text(encoding="utf-8")
+
+
 def test_a_module_that_is_trained_already() -> None:
     before = L.Trainer(logger=False, max_epochs=1, enable_progress_bar=False, accelerator="cpu")
     before.fit(Model(), Data())
@@ -296,6 +325,7 @@ def test_a_module_that_is_trained_already() -> None:
     assert [len(p) for p in names["out"]] == [10, 10, 4]
     summary = names["posterior"].summary()
     assert (summary.n_weights, summary.n_data) == (67, 24)
+    assert names["of_average"].n_data == 24
 
 
 def test_dense() -> None:

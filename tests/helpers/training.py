@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,6 +36,16 @@ def trainer(folder: Path, *callbacks: L.Callback, **arguments: Any) -> L.Trainer
         "callbacks": list(callbacks),
     }
     return L.Trainer(**{**quiet, **arguments})
+
+
+class NoAveraging(L.Callback):
+    """In place of a callback that older versions of Lightning do not have."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pytest.skip("this version of Lightning has no EMAWeightAveraging")
+
+
+EMAWeightAveraging: Any = getattr(L.pytorch.callbacks, "EMAWeightAveraging", NoAveraging)
 
 
 class SaveAt(L.Callback):
