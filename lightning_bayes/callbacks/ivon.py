@@ -135,7 +135,8 @@ class IVONCallback(SampledTraining):
     def _observe(self, name: str, θ: Tensor, move: Tensor) -> None:
         """Multiply this sample's gradient during the backward pass, which adds those of all samples."""
         optimizer, module = self._optimizer, self._module
-        assert optimizer is not None and module is not None
+        assert optimizer is not None
+        assert module is not None
         p = module.get_parameter(name)
         θ.register_hook(lambda grad: optimizer.add_product(p, grad, move))
 

@@ -10,9 +10,12 @@ a sample and uses its gradient `ĝ` for both:
     h ← β₂ h + (1 − β₂) ĥ + ½ (1 − β₂)² (h − ĥ)² / (h + δ)
     m ← m − lr·(h₀ + δ) · clip((g / (1 − β₁ᵗ) + δ m) / (h + δ), ±ξ)
 
-With `u = h + δ` and `x = (1 − β₂)(ĥ − h) / u = (1 − β₂)(λ ĝ·(θ − m) − 1 + δ / u)` the third line is `u ← u·(1 + x + x²/2)`.
-The factor is at least ½, so the precision `λu` stays positive whatever `ĥ` is, also after rounding. The optimizer
-stores `u`, and only the average of the products `ĝ·(θ − m)` enters.
+With `u = h + δ`, the update of `h` is
+
+    u ← u·(1 + x + x²/2),    x = (1 − β₂)(ĥ − h) / u = (1 − β₂)(λ ĝ·(θ − m) − 1 + δ / u).
+
+The factor is at least ½, so the precision `λu` stays positive whatever `ĥ` is, also after rounding. (`h` itself can
+fall below zero, down to `−δ`.) The optimizer stores `u`. Several samples enter by the average of `ĝ·(θ − m)`.
 
 All processes and all accumulated batches of a step use the same samples. So the gradient that reaches the step, which
 is averaged over processes, accumulated and unscaled, is the gradient at the sample, and its product with `θ − m` is
@@ -69,7 +72,7 @@ class IVON(Optimizer):
         optimizer.step()
 
     Args:
-        params: the parameters, or groups of them with options of their own.
+        params: the parameters, or parameter groups with different options.
         lr: the learning rate, multiplied by `h₀ + δ`, so that the first step is one of SGD at this rate.
         n_data: `N`, the number of training examples; `IVONCallback` counts them if it is None.
         betas: `(β₁, β₂)`, the decay of the averages of gradients and of the Hessian.
