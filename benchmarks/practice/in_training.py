@@ -39,7 +39,7 @@ from lightning_bayes import (
 from lightning_bayes.options import Memory
 
 SIZES = {"digits": 1000, "FashionMNIST": 5000, "CIFAR10": 10_000}
-STEPS, BATCH, SAMPLES, N_TEST = 1000, 64, 30, 2000
+STEPS, BATCH, SAMPLES, N_TEST = 600, 64, 30, 2000
 CHOOSING_SEED = 10  # of the runs that choose settings
 FOLDER = Path("outputs") / "in_training"
 SCORES = ("nll", "ece", "acc", "seconds")
@@ -55,7 +55,7 @@ class AdamW(Net):
 class WithIVON(AdamW):
     def configure_optimizers(self) -> Any:
         optimizer = IVON(self.parameters(), **self.settings)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -128,7 +128,7 @@ def read(name: str, seed: int) -> tuple[Task, Task]:
     return final, Task(train, val, val, {}, n_outputs=10, y_scale=1.0, rows={})
 
 
-def run(name: str, settings: Settings, data: str, seed: int, choosing: bool) -> dict[str, float]:
+def run(name: str, settings: Settings, data: str, seed: int, steps: int, choosing: bool) -> dict[str, float]:
     """Train and score, on validation images when choosing."""
     method, tasks = METHODS[name], read(data, seed)
     train = tasks[0].train
@@ -137,7 +137,7 @@ def run(name: str, settings: Settings, data: str, seed: int, choosing: bool) -> 
     module = method.module(cnn(train.x.shape[1:], 10, channels, width=64), **settings)
     callbacks = [] if method.callback is None else [method.callback(**settings)]
     start = time.perf_counter()
-    make_trainer(callbacks, max_steps=STEPS).fit(module, loader(train, BATCH, shuffle=True))
+    make_trainer(callbacks, max_steps=steps).fit(module, loader(train, BATCH, shuffle=True))
     seconds = time.perf_counter() - start
     posterior = callbacks[0].posterior if callbacks else getattr(module, "posterior", None)
 
@@ -156,8 +156,8 @@ def run(name: str, settings: Settings, data: str, seed: int, choosing: bool) -> 
 class Results:
     """The scores by data, method, number of settings, and seed, in a file that a later run continues."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.rows = path, dict[tuple[str, str, int, int], dict[str, float]]()
+    def __init__(self, path: Path, steps: int) -> None:
+        self.path, self.steps, self.rows = path, steps, dict[tuple[str, str, int, int], dict[str, float]]()
         if path.exists():
             for row in csv.DictReader(path.read_text().splitlines()):
                 key = (row["data"], row["method"], int(row["settings"]), int(row["seed"]))
@@ -167,7 +167,7 @@ class Results:
         key = (data, method, number, seed)
         if key in self.rows:
             return
-        self.rows[key] = run(method, METHODS[method].settings[number], data, seed, choosing)
+        self.rows[key] = run(method, METHODS[method].settings[number], data, seed, self.steps, choosing)
         print(*key, *(f"{value:.4g}" for value in self.rows[key].values()), flush=True)
         lines = [",".join(map(str, (*key, *scores.values()))) for key, scores in self.rows.items()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,16 +195,17 @@ class Results:
         return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.practice.in_training", description=__doc__)
     parser.add_argument("--data", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--choose", action="store_true", help="choose the settings on validation images first")
     parser.add_argument("--output", type=Path, default=FOLDER / "scores.csv")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     quiet()
-    results = Results(options.output)
+    results = Results(options.output, options.steps)
     for method in options.methods if options.choose else ():
         for data in options.data:
             for number in range(len(METHODS[method].settings)):

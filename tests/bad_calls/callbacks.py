@@ -41,7 +41,7 @@ def _of(kind: Any) -> Table:
 
 laplace, l2m, online = _of(LaplaceCallback), _of(L2MCallback), _of(OnlineLaplaceCallback)
 marginal, swag, ivon = _of(MarginalLikelihoodCallback), _of(SWAGCallback), _of(IVONCallback)
-optimizer = Table("IVON", lambda t, **given: IVON(**{"params": t.net.parameters(), **given}), IVON)
+optimizer = Table("IVON", lambda t, **given: IVON(**{"params": torch.nn.Linear(1, 1).parameters(), **given}), IVON)
 subnetwork = Table("Subnetwork", lambda t, **given: Subnetwork(**{"n": 3, **given}), Subnetwork)
 CALLBACKS = [laplace, l2m, online, marginal, swag, ivon, optimizer, subnetwork]
 
@@ -276,8 +276,7 @@ optimizer("betas", (1.0, 0.9), "betas[0] must be less than 1")
 optimizer("betas", 0.9, "must be two numbers (β₁, β₂), got 0.9")
 for _bad in (-1, 0.5, "one", None, 2**63):
     optimizer("seed", _bad, "seed must be ")
-optimizer("params", [], "got an empty parameter list", named=False)
-optimizer("params", 3, "not iterable", named=False, error=TypeError)
+optimizer.anything_goes("params", "torch.optim.Optimizer checks them")
 
 counts(subnetwork, "n")
 for _bad in ("variance", "laplace", "swag", "l2m", None, 3, True, ["swag"], torch.nn.Linear(1, 1)):

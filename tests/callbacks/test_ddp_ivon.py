@@ -34,7 +34,7 @@ def run(peer: Peer) -> dict[str, Any]:
     results: dict[str, Any] = {}
 
     def fit(key: str, model: Any, callback: Any, *others: Any, n: int = EVEN, path: Any = None, **options: Any) -> None:
-        options = {"use_distributed_sampler": False, "precision": "64-true", **options}
+        options = {"use_distributed_sampler": False, **options}  # the module and its data are in float64
         peer.trainer(*others, callback, **options).fit(model, peer.in_order(data(n), GLOBAL), ckpt_path=path)
         posterior = callback.posterior
         precision = posterior.precision.diagonal()
