@@ -258,7 +258,7 @@ class IVON(Optimizer):
         if not products:
             self._check_no_gradient()
         for group in self.param_groups:
-            trained = [p for p in group["params"] if p in products]
+            trained = [p for p in group["params"] if p in products and p.grad is not None]
             if trained:
                 self._update(group, trained, [products[p] for p in trained])
         return loss
@@ -281,7 +281,8 @@ class IVON(Optimizer):
         m, g, u = ([local(t) for t in ts] for ts in (trained, [s["g"] for s in states], [s["u"] for s in states]))
         for state in states:
             state["step"] += 1
-        foreach_lerp_(g, [local(p.grad).to(t) for p, t in zip(trained, g, strict=True) if p.grad is not None], 1 - β1)
+        gradients = [local(p.grad) for p in trained if p.grad is not None]  # of all of them
+        foreach_lerp_(g, [grad.to(t) for grad, t in zip(gradients, g, strict=True)], 1 - β1)
         # u ← u·(1 + x + x²/2)
         x = foreach_reciprocal(u)
         foreach_mul_(x, (1 - β2) * δ)
