@@ -38,11 +38,11 @@ def _trained(contender: str) -> Train:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), 1e-4)
 
-    class Sampled(Plain):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return IVON(self.parameters(), 1e-3)
-
     def train(net: nn.Module, data: Batches) -> float:
+        class Sampled(Plain):
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return IVON(self.parameters(), 1e-3, n_data=len(data.dataset))
+
         if contender == PLAIN:
             return fastest_step(Plain(net), data)
         return fastest_step(Sampled(net), data, IVONCallback(train_samples=2 if "2" in contender else 1))

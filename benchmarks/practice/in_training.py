@@ -73,7 +73,8 @@ def _variational(kind: Any, net: torch.nn.Module, **settings: Any) -> Any:
 
 
 def _online(**settings: Any) -> Any:
-    return OnlineLaplaceCallback("classification", memory=Memory(average=True), max_std=0.1, **settings)
+    memory = Memory(average=True)
+    return OnlineLaplaceCallback("classification", hessian="mixed", memory=memory, max_std=0.1, **settings)
 
 
 @dataclass(frozen=True)

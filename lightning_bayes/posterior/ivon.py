@@ -84,6 +84,11 @@ class IVON(Optimizer):
         seed: the seed of the samples. The global random state is not used.
     """
 
+    _moves: Moves  # the only sample of this step, until it is multiplied
+    _products: dict[nn.Parameter, Tensor]  # the average of ĝ·(θ − m)
+    _n_samples: int
+    _earlier: dict[nn.Parameter, Tensor | None]  # the gradients before the current context
+
     def __init__(
         self,
         params: Any,
@@ -150,9 +155,9 @@ class IVON(Optimizer):
             noises = []
             for p in trained:
                 u = local(self._state_of(p, group)["u"])
-                key = (u.device, *_place(p))
+                key = (u.device, place := _place(p))
                 if key not in generators:  # shards and devices must not repeat each other's noise
-                    generators[key] = numbered_generator(u.device, group["seed"], number, len(generators), *key[1:])
+                    generators[key] = numbered_generator(u.device, group["seed"], number, len(generators), *place)
                 generator = generators[key]
                 noise = torch.randn(u.shape, generator=generator, dtype=u.dtype, device=generator.device)
                 noises.append(noise.to(u.device))
@@ -234,10 +239,8 @@ class IVON(Optimizer):
         self._products = dict(zip(trained, parts(total.div_(processes.size * scale), products), strict=True))
 
     def forget(self) -> None:
-        self._moves: Moves = {}  # the only sample of this step, until it is multiplied
-        self._products: dict[nn.Parameter, Tensor] = {}  # the average of ĝ·(θ − m)
-        self._n_samples = 0
-        self._earlier: dict[nn.Parameter, Tensor | None] = {}  # the gradients before the current context
+        """Forget the samples since the last step."""
+        self._moves, self._products, self._n_samples, self._earlier = {}, {}, 0, {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -246,7 +249,7 @@ class IVON(Optimizer):
     # -- the step ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the mean and the Hessian. A `closure` computes the gradient, inside `sampled()`."""
         loss = None
         if closure is not None:
