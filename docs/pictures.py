@@ -89,7 +89,7 @@ class Undecayed(Net):
 class WithIVON(Net):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # The squared error is 2σ² times the negative log-likelihood
-        return IVON(self.parameters(), lr=0.5, betas=(0.9, 0.999), weight_decay=1e-4, temperature=2 * NOISE**2)
+        return IVON(self.parameters(), lr=0.1, betas=(0.9, 0.999), weight_decay=1e-4, temperature=2 * NOISE**2)
 
 
 class VL(LogSigmaMultiplierMixin, VariationalLaplaceMixin, Undecayed):
