@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import lightning as L
@@ -190,7 +190,8 @@ class Results:
                 rows = [r for key, r in self.rows.items() if key[:2] == (data, method) and key[3] != CHOOSING_SEED]
                 if rows:
                     means = {score: mean(row[score] for row in rows) for score in SCORES}
-                    numbers = f"{means['nll']:.3f} | {means['ece']:.3f} | {means['acc']:.3f}"
+                    spread = f" ± {stdev(row['nll'] for row in rows):.3f}" if len(rows) > 1 else ""
+                    numbers = f"{means['nll']:.3f}{spread} | {means['ece']:.3f} | {means['acc']:.3f}"
                     cost = min(row["seconds"] for row in rows) / min(plain)
                     lines.append(f"| {data} | {method} | {numbers} | {cost:.2f} |")
         return "\n".join(lines)
