@@ -74,7 +74,7 @@ def _variational(kind: Any, net: torch.nn.Module, **settings: Any) -> Any:
 
 def _online(**settings: Any) -> Any:
     memory = Memory(average=True)
-    return OnlineLaplaceCallback("classification", hessian="mixed", memory=memory, max_std=0.1, **settings)
+    return OnlineLaplaceCallback("classification", hessian="approx", memory=memory, max_std=0.1, **settings)
 
 
 @dataclass(frozen=True)

@@ -231,12 +231,12 @@ class IVON(Optimizer):
     def reduce(self, processes: Processes, scale: Tensor | float = 1.0) -> None:
         """Average the products over processes, and divide them by the factor by which the loss was scaled."""
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not trained:
-            return
         products = [self._products.get(p, torch.zeros_like(self.state[p]["u"])) for p in trained]
-        total = flat(products)
-        processes.sum_([total])
-        self._products = dict(zip(trained, parts(total.div_(processes.size * scale), products), strict=True))
+        if processes.size > 1 and products:
+            total = flat(products)
+            processes.sum_([total])
+            products = parts(total, products)
+        self._products = {p: t.div_(scale * processes.size) for p, t in zip(trained, products, strict=True)}
 
     def forget(self) -> None:
         """Forget the samples since the last step."""
