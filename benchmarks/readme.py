@@ -76,6 +76,9 @@ NAMES = {  # rows and their labels, by page
         "online_step/autoencoder 28×28/approx": "step of online Laplace, convolutional autoencoder, 28×28",
         "online_step/autoencoder 64×64/approx": "– 64×64",
     },
+    "ivon": {
+        "ivon/narrow PreActResNet-18/IVON": "step of IVON, narrow PreActResNet-18",
+    },
     "variational_laplace": {
         "variational/narrow PreActResNet-18/VL": "step of Variational Laplace, narrow PreActResNet-18",
     },

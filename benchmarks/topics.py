@@ -19,6 +19,7 @@ from benchmarks import (
     first_draw,
     growth,
     input_gradients,
+    ivon,
     l2m,
     lora,
     many_classes,
@@ -35,8 +36,8 @@ from benchmarks.rows import Row
 TOPICS: dict[str, Any] = {
     module.__name__.rsplit(".", 1)[-1]: module
     for module in (
-        *(curvature, resnet18, cost, predictive, many_classes, distributed, variational, online_step, diagonal, l2m),
-        *(swag, on_top),
+        *(curvature, resnet18, cost, predictive, many_classes, distributed, variational, ivon, online_step, diagonal),
+        *(l2m, swag, on_top),
         *(first_draw, growth),
         *(dense, evidence, input_gradients, subnetwork, lora),
     )

@@ -52,7 +52,7 @@ NETWORKS = {
         Network("PreActResNet-18", partial(preact_resnet, 64), (3, 32, 32), 32, STEPS * 32, STEPS * 2),
     )
 }
-COMPARISON = Comparison("variational", MAP, CONTENDERS, NETWORKS, {"narrow PreActResNet-18": 40})
+COMPARISON = Comparison("variational", MAP, CONTENDERS, NETWORKS, {"narrow PreActResNet-18": 30})
 derived = COMPARISON.derived
 
 

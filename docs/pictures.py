@@ -24,8 +24,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import (
+    IVON,
     DeepEnsemble,
     Gaussian,
+    IVONCallback,
     L2MCallback,
     LogSigmaMultiplierMixin,
     Prediction,
@@ -82,6 +84,12 @@ class Net(L.LightningModule):
 
 class Undecayed(Net):
     weight_decay = 0.0
+
+
+class WithIVON(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # The squared error is 2σ² times the negative log-likelihood
+        return IVON(self.parameters(), lr=0.1, betas=(0.9, 0.999), weight_decay=1e-4, temperature=2 * NOISE**2)
 
 
 class VL(LogSigmaMultiplierMixin, VariationalLaplaceMixin, Undecayed):
@@ -188,6 +196,9 @@ def draw(names: list[str]) -> None:
         ),
         "l2m": lambda: left | {"L2M": predictions(in_trainer(seeded(Net, seed), L2MCallback("regression")))},
         "swag": lambda: left | {"SWAG": predictions(in_trainer(seeded(Net, seed), SWAGCallback(laplace.likelihood)))},
+        "ivon": lambda: (
+            left | {"IVON": predictions(in_trainer(seeded(WithIVON, seed), IVONCallback(Gaussian(noise_std=NOISE))))}
+        ),
         "variational_laplace": lambda: left | {"Variational Laplace": predictions(variational(VL, seed))},
         "variational_inference": lambda: left | {"variational inference": predictions(variational(VI, seed))},
         "ensembles": lambda: left | of_ensemble(members),

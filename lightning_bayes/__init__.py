@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from lightning_bayes.callbacks import (
+    IVONCallback,
     L2MCallback,
     LaplaceCallback,
     MarginalLikelihoodCallback,
@@ -37,7 +38,7 @@ from lightning_bayes.options import (
     Prior,
     Tuning,
 )
-from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, Subnetwork, fit_l2m, fit_laplace
+from lightning_bayes.posterior import IVON, GaussianPosterior, LaplacePosterior, Subnetwork, fit_l2m, fit_laplace
 from lightning_bayes.predictive import Conformal, DeepEnsemble, Prediction, Reconstruction
 from lightning_bayes.predictive.evaluate import evaluate
 
@@ -46,6 +47,7 @@ __all__ = [
     "EKFAC",
     "GLM",
     "GP",
+    "IVON",
     "MAP",
     "BayesWarning",
     "Bernoulli",
@@ -59,6 +61,7 @@ __all__ = [
     "Gaussian",
     "GaussianPosterior",
     "HeteroscedasticGaussian",
+    "IVONCallback",
     "Kron",
     "L2MCallback",
     "LaplaceCallback",

@@ -31,7 +31,7 @@ NAMES = {
         fit fit_l2m fit_laplace fit_measurements evaluate replace_activations
         GaussianPosterior LaplacePosterior MeasurementPosterior Prediction Reconstruction DeepEnsemble Conformal
         Categorical Bernoulli Gaussian HeteroscedasticGaussian LinearMeasurement
-        LaplaceCallback L2MCallback OnlineLaplaceCallback MarginalLikelihoodCallback SWAGCallback
+        LaplaceCallback L2MCallback OnlineLaplaceCallback MarginalLikelihoodCallback SWAGCallback IVON IVONCallback
         VariationalLaplaceMixin VariationalInferenceMixin LogSigmaMultiplierMixin BayesWarning
         Full Kron EKFAC Diag LowRank FisherMC Prior GLM BNN GP MAP Tuning Learning Memory Network FitData Subnetwork
     """,
@@ -114,6 +114,10 @@ prior_precision=1.0, prior=None, evidence='marglik', every_n_epochs=1, burn_in_e
 predictive='glm', name='marglik')
 SWAGCallback(likelihood='classification', *, start=0.75, every_n_epochs=1, every_n_steps=None, data=None, \
 predictive='bnn', name='swag')
+IVONCallback(likelihood='classification', *, train_samples=1, predictive='bnn', name='ivon')
+IVON(params, lr=0.1, *, n_data=None, betas=(0.9, 0.99999), weight_decay=1e-4, hess_init=1.0, clip_radius=None, \
+temperature=1.0, seed=0)
+IVON.posterior(network, likelihood='classification')
 trainer.PosteriorCallback(likelihood='classification', *, network=None, ood=False, plots=False, seed=0, save=None, \
 calibrate='auto', predict_step='replace', progress=True)
 metrics.CalibrationError(n_bins=15, norm='l1', binning='width')

@@ -1,5 +1,6 @@
 """Callbacks that add a posterior to an existing Trainer."""
 
+from lightning_bayes.callbacks.ivon import IVONCallback
 from lightning_bayes.callbacks.l2m import L2MCallback
 from lightning_bayes.callbacks.laplace import LaplaceCallback
 from lightning_bayes.callbacks.marginal_likelihood import MarginalLikelihoodCallback
@@ -9,6 +10,7 @@ from lightning_bayes.trainer.module import ModuleError
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 
 __all__ = [
+    "IVONCallback",
     "L2MCallback",
     "LaplaceCallback",
     "MarginalLikelihoodCallback",

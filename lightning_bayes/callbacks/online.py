@@ -10,10 +10,6 @@ with the batch of all processes, `b` examples of `N`. Here the prior `δ` is add
 decay, unlike the paper's initial value `H₀`. In the steady state, `C` is about `1/α` times the dataset's curvature.
 `Memory(average=True)` multiplies the new term by `α`, so the steady state is the dataset's curvature itself.
 
-One sample is copied into the parameters and stays until the backward pass is over, because a backward pass also reads
-weights. With several samples, the network runs at each sample in a functional call, and the mean gets the average of
-the gradients. Only the first sample updates the statistics of batch norms.
-
 The curvature of a batch counts only if the optimizer uses the batch's gradient: it is measured in the training step,
 kept after the backward pass, and added to `C` after the optimizer's step. Batches of an unfinished accumulation are not
 part of the state, because Lightning's checkpoints store no gradients.
@@ -25,10 +21,7 @@ except in the middle of an accumulation.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -37,27 +30,24 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import between, count, flag, plain_values, positive, word
+from lightning_bayes.callbacks.sampled import Moves, SampledStep, SampledTraining
 from lightning_bayes.curvature import Curvature, choose_subset
 from lightning_bayes.curvature.diagonal import BatchDiagonal, choose_mode
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, Processes, Subset, inputs
-from lightning_bayes.network.borrowed import at_weights, call_with, generator_on, preserved_rng
-from lightning_bayes.network.private import refuse_recomputation
+from lightning_bayes.network.borrowed import numbered_generator, preserved_rng
 from lightning_bayes.network.subset import check_subset, resolve_subset
 from lightning_bayes.options.callback import Memory, memory_option
 from lightning_bayes.options.fit import DiagonalMethod, SubsetWord
 from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
 from lightning_bayes.posterior import LaplacePosterior, from_curvature
 from lightning_bayes.structures import Diagonal
-from lightning_bayes.trainer.checkpoints import CheckpointInfo, put_calibrations
 from lightning_bayes.trainer.data import count_examples, is_countable, single
-from lightning_bayes.trainer.held_out_choice import choose_on_validation
-from lightning_bayes.trainer.module import ReplacedMethod, refuse_sharded, split_batch
-from lightning_bayes.trainer.posterior_callback import PosteriorCallback
-from lightning_bayes.trainer.report import describe, fit_context, report
+from lightning_bayes.trainer.module import refuse_sharded, split_batch
+from lightning_bayes.trainer.report import describe, report
 
 
-class OnlineLaplaceCallback(PosteriorCallback):
+class OnlineLaplaceCallback(SampledTraining):
     """Model uncertainty as part of training, for any module whose loss is a known likelihood of a network's output.
 
     Args:
@@ -80,9 +70,6 @@ class OnlineLaplaceCallback(PosteriorCallback):
         name: suffix of the logged numbers; each callback of a Trainer needs a different name.
         use: network, calibrate, ood, plots, save, predict_step, seed and progress; see `PosteriorCallback`.
     """
-
-    trains_at_its_weights = False
-    why_one = "training can draw samples from only one posterior"
 
     def __init__(
         self,
@@ -111,8 +98,6 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self._memory: CurvatureMemory | None = None
         self._remembered: dict[str, Any] | None = None  # the memory from a checkpoint, until training starts
         self._sampled: SampledNetwork | None = None  # created at the first batch
-        self._step: SampledStep | None = None
-        self._trainer: Trainer | None = None  # set while training
         self._n_data = 0
 
     # -- the posterior -----------------------------------------------------------------------------------------------
@@ -123,7 +108,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self._end_step()
         if self._memory is None:
             raise RuntimeError(self._missing())
-        self._posterior = posterior = self._memory.posterior(self.network_in(module), self.likelihood)
+        self._posterior = posterior = self._current(module)
         hessian = self.hessian if self._sampled is None else self._sampled.diagonal.mode
         what = f"online posterior over {posterior.subset.size} weights ({hessian} Hessian)"
         report(trainer, self.name, what, {"n_data": posterior.n_data, **describe(posterior, by_evidence=False)})
@@ -134,25 +119,17 @@ class OnlineLaplaceCallback(PosteriorCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         refuse_sharded(trainer, "OnlineLaplaceCallback")
-        self._remembered = self._trainer = None  # the state of a checkpoint is loaded after this hook
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_fit_start(trainer, pl_module)
-        if not pl_module.automatic_optimization:
-            raise RuntimeError(
-                f"{type(pl_module).__name__} optimizes manually, so its weights may be a sample at any time: "
-                "OnlineLaplaceCallback needs automatic optimization"
-            )
+        self._remembered = None  # the state of a checkpoint is loaded after this hook
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._trainer, self._n_data, self._memory, self._sampled = trainer, self._count(trainer), None, None
+        self._n_data, self._memory, self._sampled = self._count(trainer), None, None
         stored, self._remembered = self._remembered, None
         if stored is not None:
             self._memory = self._remember(pl_module, stored_subset(self.network_in(pl_module), stored))
             self._memory.load(stored)
-        at = self.rule.memory.curvature_at
-        self._step = SampledStep(pl_module, lambda batch: self._begin(pl_module, batch), at, self.train_samples)
+        measure = self._measure if self.rule.memory.curvature_at == "sample" else None
+        self._step = SampledStep(pl_module, lambda batch, new: self._draw(pl_module, batch, new), measure)
         self._step.start()
 
     def _count(self, trainer: Trainer) -> int:
@@ -170,6 +147,18 @@ class OnlineLaplaceCallback(PosteriorCallback):
         C = torch.full_like(weights, self.rule.memory.initial_curvature, dtype=dtype)
         return CurvatureMemory(C, subset, self._n_data, self.rule, self._trainer.global_step)
 
+    def _draw(self, module: LightningModule, batch: Any, new: bool) -> list[Moves]:
+        network = self._sampled = self._sampled or self._begin(module, batch)
+        if new:
+            network.memory.draws += self.train_samples
+            if self.rule.memory.curvature_at == "mean":
+                network.measure(batch)
+        return [network.draw(number) for number in range(self.train_samples)]
+
+    def _measure(self, batch: Any) -> None:
+        assert self._sampled is not None
+        self._sampled.measure(batch)
+
     def _begin(self, module: LightningModule, batch: Any) -> SampledNetwork:
         network = self.network_in(module)
         x, _ = split(module, network, batch)
@@ -181,183 +170,46 @@ class OnlineLaplaceCallback(PosteriorCallback):
         if self._memory is None:
             self._memory = self._remember(module, diagonal.subset)
         rank = 0 if self.same_sample else Processes.current().rank
-        self._sampled = SampledNetwork(module, diagonal, self._memory, self.seed, rank)
-        return self._sampled
+        return SampledNetwork(module, diagonal, self._memory, self.seed, rank)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._memory is not None:
             self._memory.forget()
-        if self._step is not None:
-            self._step.begin_batch()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._put_back()
+        super().on_after_backward(trainer, pl_module)
         if self._memory is not None:
             self._memory.keep()
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self._put_back()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self._put_back()
         self._end_step()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._remove()
-        if self._memory is not None:  # the memory exists after the first batch
-            posterior = self.fit_now(trainer, pl_module)
-            with fit_context(trainer, pl_module):
-                self._posterior, _ = choose_on_validation(trainer, pl_module, posterior, self.use)
-            self.store(trainer)
-        self._trainer = None
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        super().on_exception(trainer, pl_module, exception)
-        self._remove()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._remove()
-
-    def _put_back(self) -> None:
-        if self._step is not None:
-            self._step.put_back()
+    @property
+    def _has_begun(self) -> bool:
+        return self._memory is not None
 
     def _end_step(self) -> None:
         """Update the memory once after a step. A checkpoint may be written before this callback's hook runs."""
         if self._memory is not None and self._trainer is not None:
             self._memory.end_step(self._trainer.global_step, Processes.current())
 
-    def _remove(self) -> None:
-        if self._step is not None:
-            self._step.remove()
-            self._step = None
-
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _put_into(self, trainer: Trainer, checkpoints: list[CheckpointInfo]) -> None:
-        # Checkpoints that were written during training already store a posterior, without calibrations.
-        super()._put_into(trainer, [checkpoint for checkpoint in checkpoints if not checkpoint.has_posterior])
-        for checkpoint in checkpoints if self.posterior.calibrations else ():
-            if checkpoint.has_posterior and checkpoint.in_memory:
-                put_calibrations(trainer, checkpoint.path, self.state_key, self.posterior)
+    def _current(self, module: LightningModule) -> LaplacePosterior:
+        assert self._memory is not None
+        return self._memory.posterior(self.network_in(module), self.likelihood)
 
     def state_dict(self) -> dict[str, Any]:
-        if self._memory is None:
-            return {**super().state_dict(), "memory": self._remembered}
         self._end_step()
-        state = super().state_dict()
-        if self._trainer is not None and self._module is not None:  # during training: the current weights
-            state["posterior"] = self._memory.posterior(self.network_in(self._module), self.likelihood).state_dict()
-        return {**state, "memory": self._memory.state()}
+        return {**super().state_dict(), "memory": self._remembered if self._memory is None else self._memory.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._memory, self._remembered = None, state_dict["memory"]
-
-
-Moves = dict[str, Tensor]  # the change of each weight, by the parameter's name in the module
-
-
-class SampledStep(ReplacedMethod):
-    """Replaces `module.training_step` between `start` and `remove`.
-
-    An optimizer such as LBFGS evaluates a batch several times per step. Each evaluation must be the same function of
-    the mean weights. So all evaluations of a batch use the same noise, and its curvature is measured once.
-
-    Args:
-        begin: creates the sampled network from the first batch, while the module has the mean weights.
-        at: where to measure the curvature of a batch: at the "mean" or at each "sample".
-        samples: number of samples for one batch.
-    """
-
-    def __init__(self, module: LightningModule, begin: Callable[[Any], SampledNetwork], at: str, samples: int) -> None:
-        super().__init__(module, "training_step")
-        self._begin, self._at, self._samples = begin, at, samples
-        self._network: SampledNetwork | None = None
-        self._at_sample = ExitStack()  # closing it restores the mean weights
-        self._new = True
-
-    def start(self) -> None:
-        @functools.wraps(self.original)  # Lightning inspects its arguments
-        def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._run(batch, *args, **kwargs)
-
-        self.install(training_step)
-
-    def remove(self) -> None:
-        self.put_back()
-        super().remove()
-
-    def begin_batch(self) -> None:
-        self._new = True
-
-    def put_back(self) -> None:
-        """Restore the mean weights if the module has sampled weights."""
-        self._at_sample.close()
-
-    def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self.put_back()
-        new, self._new = self._new, False
-        try:
-            network = self._network = self._network or self._begin(batch)
-            if new:
-                network.memory.draws += self._samples
-                if self._at == "mean":
-                    network.measure(batch)
-            drawn = [network.draw(number) for number in range(self._samples)]
-            measures = new and self._at == "sample"
-            for moves in drawn if measures or self._samples == 1 else ():
-                self.put_back()
-                parameters = {self._module.get_parameter(name): move for name, move in moves.items()}
-                self._at_sample.enter_context(at_weights(self._module, parameters))
-                if measures:
-                    network.measure(batch)
-            if self._samples == 1:
-                returned = self.original(batch, *args, **kwargs)
-            else:
-                self.put_back()
-                returned = self._at_several(drawn, batch, *args, **kwargs)
-        except BaseException:
-            self.put_back()
-            raise
-        if returned is None:  # the batch is skipped: no backward pass will follow
-            self.put_back()
-        return returned
-
-    def _at_several(self, drawn: list[Moves], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        step = _Step(self._module, self.original)
-        losses, returned = [], None
-        # A layer under activation checkpointing would run again after the functional call, with other weights.
-        recomputed = RuntimeError(
-            "activation checkpointing recomputes a layer in the backward pass, when the weights of a functional call "
-            "are gone: use train_samples=1"
-        )
-        with refuse_recomputation(recomputed):
-            for number, moves in enumerate(drawn):
-                state = {name: self._module.get_parameter(name) + d for name, d in moves.items()}
-                if number:
-                    state.update({name: t.clone() for name, t in self._module.named_buffers()})
-                returned = call_with(step, {f"module.{n}": t for n, t in state.items()}, (batch, *args), kwargs)
-                if returned is None:
-                    return None
-                losses.append(returned["loss"] if isinstance(returned, Mapping) else returned)
-        loss = torch.stack(losses).mean()
-        return {**returned, "loss": loss} if isinstance(returned, Mapping) else loss
-
-
-class _Step(nn.Module):
-    """The user's step as the `forward` of a module, for a functional call."""
-
-    def __init__(self, module: LightningModule, step: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module, self._step = module, step
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(*args, **kwargs)
 
 
 class SampledNetwork:
@@ -532,9 +384,7 @@ class CurvatureMemory:
 
 def numbered_noise(like: Tensor, seed: int, number: int, rank: int) -> Tensor:
     """Standard normal numbers that depend only on `seed`, `number` and `rank`.  # [P]"""
-    # Torch's CPU generator uses 32 bits of its seed, so they must depend on all three.
-    digest = hashlib.blake2b(repr((seed, number, rank)).encode(), digest_size=4).digest()
-    generator = generator_on(like.device).manual_seed(int.from_bytes(digest, "big"))
+    generator = numbered_generator(like.device, seed, number, rank)
     return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=generator.device).to(like.device)
 
 

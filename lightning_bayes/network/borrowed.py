@@ -6,6 +6,7 @@ place or in one functional call. `RandomState` and `Buffers` restore the remaini
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import random
 import sys
@@ -196,6 +197,13 @@ def generator_on(device: torch.device) -> torch.Generator:
         return torch.Generator(device)
     except RuntimeError:
         return torch.Generator()
+
+
+def numbered_generator(device: torch.device, *numbers: int) -> torch.Generator:
+    """A generator on the device, or on the CPU, whose seed depends on all numbers."""
+    # Torch's CPU generator uses 32 bits of its seed, so they must depend on all numbers.
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
+    return generator_on(device).manual_seed(int.from_bytes(digest, "big"))
 
 
 def copied_generator(device: torch.device) -> torch.Generator:

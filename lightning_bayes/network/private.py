@@ -44,6 +44,9 @@ CHANNEL_LAYERS = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.m
 # Operations on a whole list of tensors in one call, as in PyTorch's own optimizers.
 foreach_add_, foreach_sub_, foreach_copy_ = torch._foreach_add_, torch._foreach_sub_, torch._foreach_copy_
 foreach_mul, foreach_mul_, foreach_div_ = torch._foreach_mul, torch._foreach_mul_, torch._foreach_div_
+foreach_lerp_, foreach_addcmul_, foreach_sqrt_ = torch._foreach_lerp_, torch._foreach_addcmul_, torch._foreach_sqrt_
+foreach_clamp_min_, foreach_clamp_max_ = torch._foreach_clamp_min_, torch._foreach_clamp_max_
+foreach_reciprocal = torch._foreach_reciprocal
 
 
 def conv_forward(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

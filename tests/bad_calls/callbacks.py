@@ -11,9 +11,11 @@ from bad_calls.cases import Of, Table
 from lightning_bayes import (
     GLM,
     GP,
+    IVON,
     Diag,
     Gaussian,
     HeteroscedasticGaussian,
+    IVONCallback,
     Kron,
     L2MCallback,
     LaplaceCallback,
@@ -38,9 +40,10 @@ def _of(kind: Any) -> Table:
 
 
 laplace, l2m, online = _of(LaplaceCallback), _of(L2MCallback), _of(OnlineLaplaceCallback)
-marginal, swag = _of(MarginalLikelihoodCallback), _of(SWAGCallback)
+marginal, swag, ivon = _of(MarginalLikelihoodCallback), _of(SWAGCallback), _of(IVONCallback)
+optimizer = Table("IVON", lambda t, **given: IVON(**{"params": torch.nn.Linear(1, 1).parameters(), **given}), IVON)
 subnetwork = Table("Subnetwork", lambda t, **given: Subnetwork(**{"n": 3, **given}), Subnetwork)
-CALLBACKS = [laplace, l2m, online, marginal, swag, subnetwork]
+CALLBACKS = [laplace, l2m, online, marginal, swag, ivon, optimizer, subnetwork]
 
 
 def counts(table: Table, *arguments: str) -> None:
@@ -257,6 +260,23 @@ loaders(swag)
 counts(swag, "every_n_epochs", "every_n_steps")
 for _bad in (-1, -0.5, 1.0, 2.5, math.nan, math.inf, "late", None, True):
     swag("start", _bad, f"must be an epoch, or a fraction of the training below 1, got {_bad!r}")
+
+common(ivon)
+ivon("predictive", "gp", "keeps no training points for predictive='gp': use LaplaceCallback")
+counts(ivon, "train_samples")
+
+counts(optimizer, "n_data")
+positives(optimizer, "hess_init", "clip_radius", "temperature")
+for _argument in ("lr", "weight_decay"):
+    for _bad in (-0.1, math.nan, math.inf, "small", True):
+        optimizer(_argument, _bad, f"must be a finite number of at least 0, got {_bad!r}")
+for _betas in ((0.9, 1.1), (-0.1, 0.9)):
+    optimizer("betas", _betas, "must be between 0 and 1, got ")
+optimizer("betas", (1.0, 0.9), "betas[0] must be less than 1")
+optimizer("betas", 0.9, "must be two numbers (β₁, β₂), got 0.9")
+for _bad in (-1, 0.5, "one", None, 2**63):
+    optimizer("seed", _bad, "seed must be ")
+optimizer.anything_goes("params", "torch.optim.Optimizer checks them")
 
 counts(subnetwork, "n")
 for _bad in ("variance", "laplace", "swag", "l2m", None, 3, True, ["swag"], torch.nn.Linear(1, 1)):

@@ -24,6 +24,7 @@ from lightning_bayes import (
     FisherMC,
     FitData,
     Gaussian,
+    IVONCallback,
     Kron,
     L2MCallback,
     LaplaceCallback,
@@ -112,6 +113,11 @@ FROM_YAML: list[tuple[type[PosteriorCallback], str, dict[str, Any]]] = [
             "start": 1, "every_n_epochs": 2, "every_n_steps": 5, "data": FitData(max_batches=2), "predictive": BNN(7),
             "name": "mine",
         },
+    ),
+    (
+        IVONCallback,
+        f"likelihood: binary, train_samples: 2, predictive: {BNN_7}, name: mine",
+        {"likelihood": "binary", "train_samples": 2, "predictive": BNN(7), "name": "mine"},
     ),
 ]  # fmt: skip
 SHARED_MEANS: dict[str, Any] = {

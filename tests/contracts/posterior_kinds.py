@@ -11,6 +11,7 @@ import torch
 from helpers.training import TASKS, LitNet, loader, trainer
 
 from lightning_bayes import (
+    IVON,
     DeepEnsemble,
     GaussianPosterior,
     LaplacePosterior,
@@ -83,6 +84,18 @@ def swag(task: str) -> GaussianPosterior:
     return callback.posterior
 
 
+def ivon(task: str) -> GaussianPosterior:
+    module = LitNet(task)
+    optimizer = IVON(module.net.parameters(), n_data=N, betas=(0.8, 0.9), weight_decay=0.1)
+    for batch in loader(task):
+        optimizer.zero_grad()
+        with optimizer.sampled():
+            module.nll(*batch).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return optimizer.posterior(module.net, TASKS[task])
+
+
 def subnetwork(task: str) -> GaussianPosterior:
     return fit_laplace(LitNet(task).net, loader(task), TASKS[task], subset=Subnetwork(7), prior_precision=2.0)
 
@@ -117,13 +130,14 @@ MAKERS: dict[str, Callable[[str], Any]] = {
     "online": online,
     "laplace, subnetwork": subnetwork,
     "swag": swag,
+    "ivon": ivon,
     "variational laplace": lambda task: variational(VariationalLaplaceNet, task),
     "variational inference": lambda task: variational(VariationalInferenceNet, task),
     "ensemble": ensemble,
 }
 GAUSSIANS = [kind for kind in MAKERS if kind != "ensemble"]
 LINEARISED = [kind for kind in GAUSSIANS if kind != "sharded"]  # which needs the whole network for that
-OF_LAPLACE = [kind for kind in GAUSSIANS if not kind.startswith(("variational", "swag"))]
+OF_LAPLACE = [kind for kind in GAUSSIANS if not kind.startswith(("variational", "swag", "ivon"))]
 
 
 @cache

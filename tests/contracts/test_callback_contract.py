@@ -19,7 +19,9 @@ from posterior_kinds import VariationalInferenceNet, VariationalLaplaceNet
 
 from lightning_bayes import (
     BNN,
+    IVON,
     GaussianPosterior,
+    IVONCallback,
     L2MCallback,
     LaplaceCallback,
     LowRank,
@@ -45,6 +47,11 @@ class Undecayed(LitNet):
     decay = 0.0
 
 
+class WithIVON(LitNet):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return IVON(self.parameters(), betas=(0.8, 0.9), weight_decay=self.decay)
+
+
 def variational(kind: Any) -> Callable[[str], LitNet]:
     return lambda task: kind(task, variational={"likelihood": TASKS[task]})
 
@@ -60,6 +67,7 @@ METHODS: dict[str, tuple[Callable[[str], LitNet], Callable[[str], PosteriorCallb
     "online_laplace": (plain, lambda task: OnlineLaplaceCallback(TASKS[task], memory_factor=0.1)),
     "marglik": (Undecayed, lambda task: MarginalLikelihoodCallback(TASKS[task], progress=False)),
     "swag": (plain, lambda task: SWAGCallback(TASKS[task], start=0)),
+    "ivon": (WithIVON, lambda task: IVONCallback(TASKS[task])),
     "vl": (variational(VariationalLaplaceNet), None),
     "vi": (variational(VariationalInferenceNet), None),
 }

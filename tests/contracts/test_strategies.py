@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from posterior_kinds import VariationalInferenceNet, VariationalLaplaceNet
 
 from lightning_bayes import (
+    IVONCallback,
     L2MCallback,
     LaplaceCallback,
     MarginalLikelihoodCallback,
@@ -29,6 +30,7 @@ CALLBACKS: dict[str, Any] = {
     "online": lambda: OnlineLaplaceCallback("classification"),
     "swag": lambda: SWAGCallback(),
     "l2m": lambda: L2MCallback(),
+    "ivon": lambda: IVONCallback(),
 }
 VARIATIONAL = {"variational Laplace": VariationalLaplaceNet, "variational inference": VariationalInferenceNet}
 STRATEGIES = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
@@ -36,6 +38,7 @@ RUNS = {  # under ModelParallelStrategy, on real processes
     ("laplace last layer", "ModelParallelStrategy"),
     ("laplace diagonal", "ModelParallelStrategy"),
     ("l2m", "ModelParallelStrategy"),
+    ("ivon", "ModelParallelStrategy"),
 }
 REFUSED = [(method, s) for method in (*CALLBACKS, *VARIATIONAL) for s in STRATEGIES if (method, s) not in RUNS]
 

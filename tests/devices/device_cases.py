@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_bayes import (
     GLM,
+    IVON,
     Bernoulli,
     Categorical,
     Conformal,
@@ -145,6 +146,17 @@ def l2m(device: torch.device) -> Any:
         optimizer.step()
     posterior = fit_l2m(net, optimizer, n_data=N, batch_size=N / 3, loss_scale=1.0)
     return {**described(posterior), "evidence": posterior.with_log_likelihood(batches()).log_marginal_likelihood()}
+
+
+def ivon(device: torch.device) -> Any:
+    net = network().to(device)
+    optimizer = IVON(net.parameters(), n_data=N, betas=(0.8, 0.9))
+    for x, y in batches():
+        optimizer.zero_grad()
+        with optimizer.sampled():
+            nn.functional.cross_entropy(net(x.to(device)), y.to(device)).backward()
+        optimizer.step()
+    return described(optimizer.posterior(net))
 
 
 def after_another(device: torch.device) -> Any:
@@ -322,6 +334,7 @@ CASES: dict[str, Case] = {
     "fit of measurements": partial(of_measurements, by_functions=False),
     "fit of measurements by functions": partial(of_measurements, by_functions=True),
     "fit l2m": l2m,
+    "fit ivon": ivon,
     "fit after another": after_another,
     **{f"update {s}": partial(updated, structure=s) for s in ("full", "kron", "diag")},
     **{f"refine {m}": partial(refined, method=m) for m in ("laplace", "variational")},

@@ -13,6 +13,8 @@ from helpers.training import trainer
 
 from lightning_bayes import (
     GP,
+    IVON,
+    IVONCallback,
     L2MCallback,
     LaplaceCallback,
     LogSigmaMultiplierMixin,
@@ -37,6 +39,11 @@ class VariationalInference(VariationalInferenceMixin, Lit):
     pass
 
 
+class WithIVON(Lit):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return IVON(self.parameters(), betas=(0.8, 0.9), hess_init=3.0)
+
+
 def with_callback(kind: Any, **options: Any) -> Any:
     return lambda task: (Lit(task), kind(LIKELIHOODS[task], progress=False, **options))
 
@@ -51,6 +58,7 @@ METHODS: dict[str, Any] = {
     "online": with_callback(OnlineLaplaceCallback, memory_factor=0.1),
     "marginal likelihood": with_callback(MarginalLikelihoodCallback),
     "swag": with_callback(SWAGCallback, start=0),
+    "ivon": lambda task: (WithIVON(task), IVONCallback(LIKELIHOODS[task], progress=False)),
     "variational laplace": lambda task: (variational(VariationalLaplace, task), None),
     "variational laplace by differences": lambda t: (variational(VariationalLaplace, t, method="two_passes"), None),
     "variational inference": lambda task: (variational(VariationalInference, task), None),

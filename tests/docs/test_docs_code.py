@@ -384,6 +384,21 @@ def test_subnetworks() -> None:
     assert {f"test_nll_{of}" for of in ("map", "laplace", "swag")} <= set(model.tested)
 
 
+def test_ivon() -> None:
+    """In a Trainer and in a loop, for the same number of weights."""
+    names = run_page(
+        DOCS / "ivon.md",
+        LitNet=Model,
+        dm=Data(),
+        network=mlp(4, 8, 3),
+        loader=Data().loader(),
+        dataset=Data().loader().dataset,
+    )
+    assert {"test_nll_map", "test_nll_ivon"} <= set(names["model"].tested)
+    assert names["ivon"].posterior.subset.size == names["posterior"].subset.size == 4 * 8 + 8 + 8 * 3 + 3
+    assert names["posterior"].n_data == names["ivon"].posterior.n_data
+
+
 def test_swag() -> None:
     model = Patient()
     names = run_page(DOCS / "swag.md", model=model, dm=Data())

@@ -45,7 +45,10 @@ def checkpointed(reentrant: bool) -> Any:
     return checkpoint.checkpoint(torch.exp, x, use_reentrant=reentrant)
 
 
-FOREACH = ("add_", "copy_", "div_", "mul", "mul_", "sub_")
+FOREACH = (
+    *("add_", "addcmul_", "clamp_max_", "clamp_min_", "copy_", "div_", "lerp_", "mul", "mul_", "reciprocal", "sqrt_"),
+    "sub_",
+)
 EXISTS: dict[str, Callable[[], Any]] = {
     "_pytree": lambda: private.pytree.tree_map,
     "_ConvNd": lambda: nn.modules.conv._ConvNd,
