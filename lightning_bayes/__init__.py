@@ -26,6 +26,7 @@ from lightning_bayes.options import (
     GP,
     MAP,
     Diag,
+    Dropout,
     FisherMC,
     FitData,
     Full,
@@ -38,7 +39,15 @@ from lightning_bayes.options import (
     Tuning,
 )
 from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, Subnetwork, fit_l2m, fit_laplace
-from lightning_bayes.predictive import Conformal, DeepEnsemble, Prediction, Reconstruction
+from lightning_bayes.predictive import (
+    Augmented,
+    Conformal,
+    DeepEnsemble,
+    MCDropout,
+    Prediction,
+    Reconstruction,
+    mc_dropout,
+)
 from lightning_bayes.predictive.evaluate import evaluate
 
 __all__ = [
@@ -47,12 +56,14 @@ __all__ = [
     "GLM",
     "GP",
     "MAP",
+    "Augmented",
     "BayesWarning",
     "Bernoulli",
     "Categorical",
     "Conformal",
     "DeepEnsemble",
     "Diag",
+    "Dropout",
     "FisherMC",
     "FitData",
     "Full",
@@ -67,6 +78,7 @@ __all__ = [
     "LinearMeasurement",
     "LogSigmaMultiplierMixin",
     "LowRank",
+    "MCDropout",
     "MarginalLikelihoodCallback",
     "MeasurementPosterior",
     "Memory",
@@ -85,6 +97,7 @@ __all__ = [
     "fit_l2m",
     "fit_laplace",
     "fit_measurements",
+    "mc_dropout",
     "replace_activations",
 ]
 

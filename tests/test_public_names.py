@@ -28,12 +28,14 @@ from lightning_bayes.trainer import PosteriorCallback
 
 NAMES = {
     lightning_bayes: """
-        fit fit_l2m fit_laplace fit_measurements evaluate replace_activations
-        GaussianPosterior LaplacePosterior MeasurementPosterior Prediction Reconstruction DeepEnsemble Conformal
+        fit fit_l2m fit_laplace fit_measurements evaluate mc_dropout replace_activations
+        GaussianPosterior LaplacePosterior MeasurementPosterior Prediction Reconstruction DeepEnsemble Augmented
+        MCDropout Conformal
         Categorical Bernoulli Gaussian HeteroscedasticGaussian LinearMeasurement
         LaplaceCallback L2MCallback OnlineLaplaceCallback MarginalLikelihoodCallback SWAGCallback
         VariationalLaplaceMixin VariationalInferenceMixin LogSigmaMultiplierMixin BayesWarning
-        Full Kron EKFAC Diag LowRank FisherMC Prior GLM BNN GP MAP Tuning Learning Memory Network FitData Subnetwork
+        Full Kron EKFAC Diag LowRank FisherMC Prior GLM BNN GP MAP Dropout Tuning Learning Memory Network FitData
+        Subnetwork
     """,
     metrics: """
         NegativeLogLikelihood BrierScore BrierDecomposition CalibrationError GaussianNLL GaussianCRPS IntervalCoverage
@@ -94,6 +96,13 @@ Prediction.interval(level=0.95)
 Prediction.cat(predictions)
 DeepEnsemble(posteriors, member_weights=None)
 DeepEnsemble.predict(x, predictive='glm', generator=None)
+DeepEnsemble.from_samples(posterior, loader, samples=30, *, generator=None)
+Augmented(predictor, views)
+Augmented.predict(x, predictive='glm', generator=None)
+mc_dropout(network, likelihood='classification', *, samples=100, output=None)
+MCDropout.predict(x, predictive='dropout', generator=None)
+MCDropout.calibrate(loader)
+MCDropout.conformalize(loader, level=0.9, method='aps')
 Conformal.fit(prediction, y, level=0.9, method='aps')
 Conformal.sets(prediction)
 Conformal.interval(prediction)
@@ -111,8 +120,8 @@ prior_precision=1.0, memory=None, predictive='bnn', name='online_laplace')
 MarginalLikelihoodCallback(likelihood='classification', *, structure='kron', subset='all', curvature='auto', \
 prior_precision=1.0, prior=None, evidence='marglik', every_n_epochs=1, burn_in_epochs=0, data=None, \
 predictive='glm', name='marglik')
-SWAGCallback(likelihood='classification', *, start=0.75, every_n_epochs=1, every_n_steps=None, data=None, \
-predictive='bnn', name='swag')
+SWAGCallback(likelihood='classification', *, rank=20, scale=1.0, start=0.75, every_n_epochs=1, every_n_steps=None, \
+data=None, predictive='bnn', name='swag')
 trainer.PosteriorCallback(likelihood='classification', *, network=None, ood=False, plots=False, seed=0, save=None, \
 calibrate='auto', predict_step='replace', progress=True)
 metrics.CalibrationError(n_bins=15, norm='l1', binning='width')
