@@ -32,7 +32,7 @@ from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.at_mean import same_weights, unflatten
 from lightning_bayes.posterior.files import describe, posterior_in, read_any
 from lightning_bayes.posterior.gaussian import point_posterior
-from lightning_bayes.posterior.moments import update_statistics
+from lightning_bayes.posterior.moments import update_statistics, with_statistics
 from lightning_bayes.predictive.draws import draw_move
 from lightning_bayes.predictive.mixture import Mixture, check_shapes, naming
 from lightning_bayes.predictive.prediction import Prediction
@@ -139,9 +139,10 @@ class DeepEnsemble(Mixture):
             with torch.no_grad():
                 for name, part in unflatten(posterior, move).items():
                     network.get_parameter(name).add_(part)
-            with preserved_rng(posterior.device):  # a shuffling loader draws from the global generator
-                batches = (inputs.split_targets(network, batch, "train")[0] for batch in loader)
-                update_statistics(network, (inputs.to_device(x, posterior.device) for x in batches))
+            if with_statistics(network):
+                with preserved_rng(posterior.device):  # a shuffling loader draws from the global generator
+                    xs = (inputs.split_targets(network, batch, "train")[0] for batch in loader)
+                    update_statistics(network, (inputs.to_device(x, posterior.device) for x in xs))
             members.append(point_posterior(network, posterior.likelihood))
         return DeepEnsemble(members)
 

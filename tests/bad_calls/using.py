@@ -416,7 +416,7 @@ def _views(t: Things, **given: Any) -> Any:
 augmented = Table("Augmented", _views, Augmented)
 augmented("predictor", Of(lambda t: t.net(), "network"), "must be a posterior or a predictor such as", "Sequential")
 augmented("views", [], "is an empty list: give at least one function")
-augmented("views", _same, "views must be a list of functions x → x, got _same")
+augmented("views", _same, "must be a list of functions x → x, got")
 augmented("views", [_same, 3], "must be functions x → x, but views[1] is 3")
 viewed = Table("Augmented.predict", lambda t, **given: _views(t).predict(**{"x": t.x, **given}), Augmented.predict)
 _drawing(viewed)
