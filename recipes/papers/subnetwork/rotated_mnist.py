@@ -45,6 +45,7 @@ from recipes.papers.image_data import read_images
 from recipes.papers.subnetwork.networks import LitNet
 from recipes.program import QUIET, Row, Run, markdown, progress, read_rows, spread, start
 
+RANK = 20  # of the low-rank SWAG
 OWN = "subnetwork by SWAG"
 PAPERS = ("MAP", "diagonal Laplace", OWN, "subnetwork by chance", "MC dropout", "ensemble", "SWAG")
 SCORES = {"nll": "The test NLL by angle:", "ece": "The calibration error (10 bins) by angle:"}
@@ -181,7 +182,7 @@ METHODS: dict[str, Callable[[Trained, int], Method]] = {
     "MC dropout": dropout,
     "ensemble": ensemble,
     "SWAG": swag,
-    "SWAG with rank 20": partial(swag, rank=20),
+    "SWAG with rank 20": partial(swag, rank=RANK),
 }
 
 
@@ -189,7 +190,8 @@ METHODS: dict[str, Callable[[Trained, int], Method]] = {
 
 
 def measure(name: str, seed: int, trained: Trained, rotated: Mapping[int, Tensor], y: Tensor) -> Iterator[Row]:
-    trained.swag(seed)  # a method's random numbers do not depend on earlier training
+    for rank in (0, RANK):
+        trained.swag(seed, rank)  # a method's random numbers do not depend on earlier training
     L.seed_everything(seed, verbose=False)
     method = METHODS[name](trained, seed)
     for angle, x in rotated.items():
