@@ -27,6 +27,7 @@ from lightning_bayes.options import (
     GP,
     MAP,
     Diag,
+    Dropout,
     FisherMC,
     FitData,
     Full,
@@ -39,7 +40,15 @@ from lightning_bayes.options import (
     Tuning,
 )
 from lightning_bayes.posterior import IVON, GaussianPosterior, LaplacePosterior, Subnetwork, fit_l2m, fit_laplace
-from lightning_bayes.predictive import Conformal, DeepEnsemble, Prediction, Reconstruction
+from lightning_bayes.predictive import (
+    Augmented,
+    Conformal,
+    DeepEnsemble,
+    MCDropout,
+    Prediction,
+    Reconstruction,
+    mc_dropout,
+)
 from lightning_bayes.predictive.evaluate import evaluate
 
 __all__ = [
@@ -49,12 +58,14 @@ __all__ = [
     "GP",
     "IVON",
     "MAP",
+    "Augmented",
     "BayesWarning",
     "Bernoulli",
     "Categorical",
     "Conformal",
     "DeepEnsemble",
     "Diag",
+    "Dropout",
     "FisherMC",
     "FitData",
     "Full",
@@ -70,6 +81,7 @@ __all__ = [
     "LinearMeasurement",
     "LogSigmaMultiplierMixin",
     "LowRank",
+    "MCDropout",
     "MarginalLikelihoodCallback",
     "MeasurementPosterior",
     "Memory",
@@ -88,6 +100,7 @@ __all__ = [
     "fit_l2m",
     "fit_laplace",
     "fit_measurements",
+    "mc_dropout",
     "replace_activations",
 ]
 

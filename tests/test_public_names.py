@@ -28,12 +28,14 @@ from lightning_bayes.trainer import PosteriorCallback
 
 NAMES = {
     lightning_bayes: """
-        fit fit_l2m fit_laplace fit_measurements evaluate replace_activations
-        GaussianPosterior LaplacePosterior MeasurementPosterior Prediction Reconstruction DeepEnsemble Conformal
+        fit fit_l2m fit_laplace fit_measurements evaluate mc_dropout replace_activations
+        GaussianPosterior LaplacePosterior MeasurementPosterior Prediction Reconstruction DeepEnsemble Augmented
+        MCDropout Conformal
         Categorical Bernoulli Gaussian HeteroscedasticGaussian LinearMeasurement
         LaplaceCallback L2MCallback OnlineLaplaceCallback MarginalLikelihoodCallback SWAGCallback IVON IVONCallback
         VariationalLaplaceMixin VariationalInferenceMixin LogSigmaMultiplierMixin BayesWarning
-        Full Kron EKFAC Diag LowRank FisherMC Prior GLM BNN GP MAP Tuning Learning Memory Network FitData Subnetwork
+        Full Kron EKFAC Diag LowRank FisherMC Prior GLM BNN GP MAP Dropout Tuning Learning Memory Network FitData
+        Subnetwork
     """,
     metrics: """
         NegativeLogLikelihood BrierScore BrierDecomposition CalibrationError GaussianNLL GaussianCRPS IntervalCoverage
@@ -95,6 +97,13 @@ Prediction.interval(level=0.95)
 Prediction.cat(predictions)
 DeepEnsemble(posteriors, member_weights=None)
 DeepEnsemble.predict(x, predictive='glm', generator=None)
+DeepEnsemble.from_samples(posterior, loader, samples=30, *, generator=None)
+Augmented(predictor, views)
+Augmented.predict(x, predictive='glm', generator=None)
+mc_dropout(network, likelihood='classification', *, samples=100, output=None)
+MCDropout.predict(x, predictive='dropout', generator=None)
+MCDropout.calibrate(loader)
+MCDropout.conformalize(loader, level=0.9, method='aps')
 Conformal.fit(prediction, y, level=0.9, method='aps')
 Conformal.sets(prediction)
 Conformal.interval(prediction)
@@ -112,8 +121,8 @@ prior_precision=1.0, memory=None, predictive='bnn', name='online_laplace')
 MarginalLikelihoodCallback(likelihood='classification', *, structure='kron', subset='all', curvature='auto', \
 prior_precision=1.0, prior=None, evidence='marglik', every_n_epochs=1, burn_in_epochs=0, data=None, \
 predictive='glm', name='marglik')
-SWAGCallback(likelihood='classification', *, start=0.75, every_n_epochs=1, every_n_steps=None, data=None, \
-predictive='bnn', name='swag')
+SWAGCallback(likelihood='classification', *, rank=20, scale=1.0, start=0.75, every_n_epochs=1, every_n_steps=None, \
+data=None, predictive='bnn', name='swag')
 IVONCallback(likelihood='classification', *, train_samples=1, predictive='bnn', name='ivon')
 IVON(params, lr=0.1, *, n_data=None, betas=(0.9, 0.99999), weight_decay=1e-4, hess_init=1.0, clip_radius=None, \
 temperature=1.0, seed=0)
@@ -183,7 +192,8 @@ DIFFERS = {
     "predictive": "what has trained at samples predicts with samples; only words are functions to draw",
     "prior": "measurements have the priors of an image",
     "progress": "a Trainer shows bars, a function does not",
-    "samples": "of predictions (100), of labels (1), or of a bound (256)",
+    "rank": "of a Kronecker factor, of a curvature, or the deviations that SWAG keeps",
+    "samples": "of predictions (100), of copies of a network (30), of labels (1), or of a bound (256)",
     "steps": "between two epochs, or until the end",
     "structure": "a prior learned in training needs layers, so a Kronecker form from the start",
     "subset": "a callback must bound what its predictions cost; who calls fit_laplace knows the network",

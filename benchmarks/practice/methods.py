@@ -7,18 +7,23 @@ tuning and the link for classes.
 
 from __future__ import annotations
 
+import copy
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from benchmarks.practice.scores import Classes, Predicted, Predictor, Reals, of_posterior, score
 from benchmarks.practice.subject import Subject
 from benchmarks.practice.training import EVALUATION_BATCH, make_trainer
-from lightning_bayes import GLM, L2MCallback, LaplaceCallback, Tuning
+from lightning_bayes import GLM, L2MCallback, LaplaceCallback, SWAGCallback, Tuning, mc_dropout
+from lightning_bayes.posterior import PosteriorError
 
 MAP, TEMPERATURE, ENSEMBLE, PEER = "MAP", "MAP + temperature", "ensemble of 5", "laplace-torch"
 STUDENT = "MAP + Student-t"
@@ -125,6 +130,37 @@ def l2m(subject: Subject) -> Predictor:
     return of_posterior(callback.predict)
 
 
+def dropout(calibrate: bool) -> Callable[[Subject], Predictor]:
+    """MC dropout of a network that has dropout; for a regression, with the training RMSE as its noise."""
+
+    def method(subject: Subject) -> Predictor:
+        likelihood = subject.likelihood(subject.train_rmse() if subject.is_regression else None)
+        try:
+            predictor = mc_dropout(subject.network, likelihood)
+        except PosteriorError as error:
+            raise NotApplicable("the network has no dropout") from error
+        predictor = predictor.calibrate(subject.val, of="probs") if calibrate else predictor
+        return of_posterior(lambda x: predictor.predict(x, generator=torch.Generator().manual_seed(0)))
+
+    return method
+
+
+def swag(rank: int) -> Callable[[Subject], Predictor]:
+    """Train a copy for another quarter of the epochs, with about forty snapshots of the weights, and calibrate."""
+
+    def method(subject: Subject) -> Predictor:
+        module, batch = copy.deepcopy(subject.trained.module).train(), subject.setup.training.batch_size
+        epochs, steps = max(1, module.epochs // 4), math.ceil(len(subject.task.train) / batch)
+        every = max(1, epochs * steps // 40)
+        callback = SWAGCallback(subject.setup.kind, rank=rank, start=0, every_n_steps=every, progress=False)
+        L.seed_everything(subject.setup.seed, verbose=False)
+        train = DataLoader(subject.train.dataset, batch, shuffle=True)
+        make_trainer([callback], max_epochs=epochs).fit(module, train, subject.val)
+        return of_posterior(callback.predict)
+
+    return method
+
+
 def laplace(
     structure: str = "kron",
     tune: str = "auto",
@@ -214,5 +250,9 @@ METHODS: dict[str, Callable[[Subject], Predictor]] = {
     LAST_LAYER: laplace(subset="last_layer"),
     "training RMSE, marglik": known_noise,
     L2M: l2m,
+    "SWAG, rank 20": swag(20),
+    "SWAG, diagonal": swag(0),
+    "MC dropout": dropout(calibrate=False),
+    "MC dropout, calibrated": dropout(calibrate=True),
     PEER: laplace_torch,
 }

@@ -1,10 +1,11 @@
-"""`SWAGCallback`: a Gaussian from the path of the optimizer (Maddox et al. 2019), with a diagonal covariance,
+"""`SWAGCallback`: a Gaussian from the path of the optimizer (Maddox et al. 2019),
 
-    θ ~ N(θ_SWA, diag(Σ_s θ_s²/S − θ_SWA²)),    θ_SWA = Σ_s θ_s / S,
+    θ ~ N(θ_SWA, scale² · ½ (Σ + D Dᵀ/(K − 1))),
 
-of the weights `θ_s` at the ends of the last epochs; see `lightning_bayes.posterior.moments`. The method expects
-a learning rate that stays constant and rather large over these epochs, which the user must set. When training ends,
-the module gets the averaged weights, and the statistics of batch norms are computed in a pass over the training data.
+with the mean `θ_SWA` and the variances `Σ` of the weights at the ends of the last epochs, and the last `K = rank`
+deviations `D` from their running mean; see `lightning_bayes.posterior.moments`. The method expects a learning rate that
+stays constant and rather large over these epochs, which the user must set. When training ends, the module gets the
+averaged weights, and the statistics of batch norms are computed in a pass over the training data.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_bayes.arguments import count, format_value, is_number
+from lightning_bayes.arguments import count, format_value, is_number, positive
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes
 from lightning_bayes.network.loaders import ProgressLoader
@@ -38,7 +39,7 @@ FEWEST = 2  # snapshots needed for a variance
 
 
 class SWAGCallback(PosteriorCallback):
-    """Fit a diagonal Gaussian to the weights of the last epochs, and use it in `test` and `predict`.
+    """Fit a Gaussian to the weights of the last epochs, and use it in `test` and `predict`.
 
     Training does not change, but at its end the module and the checkpoints of the last weights get the averaged
     weights. These checkpoints also store the optimizer's last weights, from which training resumes.
@@ -46,6 +47,9 @@ class SWAGCallback(PosteriorCallback):
     Args:
         likelihood: "classification", "binary" or "regression", or a `Likelihood`.
 
+        rank: the number of last deviations that the covariance keeps, each as large as the weights. 0 keeps none, so
+            the covariance is diagonal.
+        scale: a factor on the standard deviations of the weights.
         start: when to start averaging: an epoch, counted from 0, or a fraction of the training.
         every_n_epochs: add the weights at the end of every n-th epoch.
         every_n_steps: if given, add the weights after every n-th step of the optimizer instead.
@@ -68,6 +72,8 @@ class SWAGCallback(PosteriorCallback):
         self,
         likelihood: str | Likelihood = "classification",
         *,
+        rank: int = 20,
+        scale: float = 1.0,
         start: int | float = 0.75,
         every_n_epochs: int = 1,
         every_n_steps: int | None = None,
@@ -81,6 +87,9 @@ class SWAGCallback(PosteriorCallback):
             raise ValueError(
                 f"start must be an epoch, or a fraction of the training below 1, got {format_value(start)}"
             )
+        self.rank, self.scale = count("rank", rank, 0), positive("scale", scale)
+        if self.rank == 1:
+            raise ValueError("rank=1 is too small: one deviation has no covariance; use 0, or 2 or more")
         self.start, self.every_n_epochs = start, count("every_n_epochs", every_n_epochs)
         self.every_n_steps = None if every_n_steps is None else count("every_n_steps", every_n_steps)
         self._data = FitLoader(data)
@@ -106,7 +115,7 @@ class SWAGCallback(PosteriorCallback):
                     if with_statistics(network):
                         update_statistics(network, self._batches(trainer, module))
                 share(list(module.buffers()))
-                posterior: Any = moments.posterior(network, self.likelihood, _count_data(trainer))
+                posterior: Any = moments.posterior(network, self.likelihood, _count_data(trainer), self.scale)
                 posterior, _ = choose_on_validation(trainer, module, posterior, self.use)
         except BaseException:
             restore_tensors(network, trained)
@@ -195,7 +204,7 @@ class SWAGCallback(PosteriorCallback):
         )
         if due and step > self._step and self._has_begun(trainer):
             self._step = step
-            self._moments.add(self.network_in(pl_module))
+            self._moments.add(self.network_in(pl_module), self.rank)
 
     def _has_begun(self, trainer: Trainer) -> bool:
         if isinstance(self.start, int):

@@ -249,12 +249,13 @@ class OutputGradients:
         return all(block_of(layout) is not None for layout in layouts)
 
     def _by_terms(self, terms: list[InverseTerms], form: CovarianceForm) -> list[Tensor]:
-        """`scale · J D⁻¹ Jᵀ − (JV mix)(JV mix)ᵀ`, in float64 because the two terms may nearly cancel."""
+        """`scale · J D⁻¹ Jᵀ + sign · (JV mix)(JV mix)ᵀ`, in float64 if the two terms may nearly cancel."""
         subset = self._plan.subset
         diagonals = {id(term.diagonal): term.diagonal for term in terms}
         columns = {id(term.columns): JacobianColumns(term.columns, subset) for term in terms}
         finders = [D.layer_blocks(subset) for D in diagonals.values()]
-        blocks = self._by_block(finders, form, torch.float64, list(columns.values()))
+        dtype = self._jacobian.dtype if all(term.sign > 0 for term in terms) else torch.float64
+        blocks = self._by_block(finders, form, dtype, list(columns.values()))
         by_diagonal = dict(zip(diagonals, blocks, strict=True))
         covariances = []
         for term in terms:
@@ -262,7 +263,7 @@ class OutputGradients:
             assert isinstance(total, Tensor)  # at least one layer was called
             JV = total @ term.mix  # [K, B, k]
             correction = form.product(form.arrange(JV), form.arrange(JV))
-            covariance = term.scale * by_diagonal[id(term.diagonal)] - correction
+            covariance = term.scale * by_diagonal[id(term.diagonal)] + term.sign * correction
             covariances.append(covariance.to(self._jacobian.dtype).to(self._jacobian.f.device))
         return covariances
 

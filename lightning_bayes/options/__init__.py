@@ -16,7 +16,7 @@ from lightning_bayes.options.fit import (
     Prior,
     StructureOption,
 )
-from lightning_bayes.options.predictive import BNN, GLM, GP, MAP, PredictiveOption
+from lightning_bayes.options.predictive import BNN, GLM, GP, MAP, Dropout, PredictiveOption
 from lightning_bayes.options.tuning import Learning, Tuning
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "MAP",
     "AutoStructure",
     "Diag",
+    "Dropout",
     "FisherMC",
     "FitData",
     "Full",

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from lightning_bayes.arguments import count, format_value, resolve_option, word
 
-PredictiveWord = Literal["glm", "bnn", "gp", "map"]
+PredictiveWord = Literal["glm", "bnn", "gp", "map", "dropout"]
 ConformalScore = Literal["aps", "raps", "lac"]
 Outputs = Literal["auto", "joint", "independent"]
 
@@ -17,6 +17,7 @@ class PredictiveOption:
 
     kind: ClassVar[str]
     is_linear: ClassVar[bool] = False  # whether predictions use the linearised network, for which `link` has a meaning
+    uses_prior: ClassVar[bool] = True  # whether predictions depend on the covariance of the weights
 
     link: str | None = None
     samples: int = 0
@@ -90,12 +91,27 @@ class MAP(PredictiveOption):
     """Predict with the network at its trained weights, without a posterior."""
 
     kind = "map"
+    uses_prior = False
 
     def __post_init__(self) -> None:
         """No check is needed: this option has no link and no samples."""
 
 
-PREDICTIVES: dict[str, type[PredictiveOption]] = {kind.kind: kind for kind in (GLM, BNN, MAP, GP)}
+@dataclass(frozen=True)
+class Dropout(PredictiveOption):
+    """Predict with the network at its trained weights and with random masks of its dropout layers (MC dropout).
+
+    Args:
+        samples: the number of masks of each layer.
+    """
+
+    kind = "dropout"
+    uses_prior = False
+
+    samples: int = 100
+
+
+PREDICTIVES: dict[str, type[PredictiveOption]] = {kind.kind: kind for kind in (GLM, BNN, MAP, GP, Dropout)}
 
 
 def predictive_option(predictive: Any) -> PredictiveOption:

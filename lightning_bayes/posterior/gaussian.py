@@ -49,9 +49,9 @@ from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, check_device, check_network
 from lightning_bayes.network.input_graph import attached, check_differentiable
 from lightning_bayes.options.predictive import ConformalScore, PredictiveOption, PredictiveWord
-from lightning_bayes.posterior.at_mean import has_weights, linearised_outputs
+from lightning_bayes.posterior.at_mean import fingerprint, has_weights, linearised_outputs
 from lightning_bayes.posterior.summary import PosteriorSummary, one_line, summarise
-from lightning_bayes.structures import Structure
+from lightning_bayes.structures import Diagonal, Structure
 
 if TYPE_CHECKING:
     from lightning_bayes.predictive import Prediction
@@ -96,7 +96,7 @@ class PosteriorError(RuntimeError):
 class Calibration:
     """A correction of predictions made with `predictive` and `link`."""
 
-    predictive: str  # "glm", "gp", "bnn" or "map"
+    predictive: str  # "glm", "gp", "bnn", "map" or "dropout"
     link: str
     output_temperature: float = 1.0
     probs_temperature: float = 1.0
@@ -275,10 +275,10 @@ class GaussianPosterior:
         Args:
             x: an input of the network.
             predictive: "glm" (the linearised network), "gp" (the same in function space, for a posterior with training
-                points), "bnn" (weight samples through the network itself), "map", or an option such as
-                `GLM(link="probit", samples=100)`.
-            generator: generator for random samples ("bnn", "mc", many outputs). With the same state, an input gets the
-                same prediction in any batch.
+                points), "bnn" (weight samples through the network itself), "dropout" (random dropout masks at the
+                mean), "map", or an option such as `GLM(link="probit", samples=100)`.
+            generator: generator for random samples ("bnn", "dropout", "mc", many outputs). With the same state, an
+                input gets the same prediction in any batch.
             calibrated: apply the correction that `calibrate` found for this predictive and link, if any.
             differentiable: keep the graph to `x`, for example to optimise an acquisition function.
             split: separate epistemic from aleatoric uncertainty. If the link has no closed form for this split, it is
@@ -464,6 +464,17 @@ class GaussianPosterior:
     with_prior = _laplace_only("prior to change")
     tune_prior = _laplace_only("prior to tune")
     update = _laplace_only("sums over data to add to")
+
+
+def point_posterior(network: nn.Module, likelihood: Likelihood) -> GaussianPosterior:
+    """A posterior without variance at the weights of `network`, for predictions of the network itself."""
+    parameters = {name: p for name, p in network.named_parameters() if p.is_floating_point()}
+    subset = Subset(tuple(parameters), tuple(p.shape for p in parameters.values()))
+    with torch.inference_mode(False), torch.no_grad():
+        mean = subset.flatten(network)
+        mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
+        precision = Diagonal(mean.new_tensor(math.inf).expand_as(mean))
+        return GaussianPosterior(network, subset, likelihood, mean, precision, 0, fingerprint(network))
 
 
 def check_parameters(network: nn.Module, subset: Subset) -> None:

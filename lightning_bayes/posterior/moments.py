@@ -27,14 +27,16 @@ give it a precision of only `N·wd·ε/c`. AdamW's step is then `−lr·wd·θ`,
 `wd/2·θ²`, so the weight gets the prior that corresponds to this penalty, `N·wd/c`. A weight counts as dead if its
 `√v̂ᵢ + ε` is below a thousandth of the value at the mean of its parameter's `v̂`.
 
-`WeightMoments`: the running mean and variance of weights along an optimizer's path, the diagonal of SWAG.
+`WeightMoments`: SWAG, from the moments of weights along an optimizer's path and the path's last deviations.
 
-For `S` snapshots `θ_s` (Maddox et al. 2019, section 3.3)
+For `S` snapshots `θ_s` (Maddox et al. 2019, sections 3.3 and 3.4)
 
-    θ ~ N(θ_SWA, diag(Σ)),    θ_SWA = Σ_s θ_s / S,    Σ = Σ_s θ_s² / S − θ_SWA²,
+    θ_SWA = Σ_s θ_s / S,    Σ = diag(Σ_s θ_s² / S − θ_SWA²),    D = [θ_s − θ̄_s] of the last K snapshots  [P, K],
+    θ ~ N(θ_SWA, scale² · ½ (Σ + D Dᵀ/(K − 1))),    or N(θ_SWA, scale² · Σ) without deviations,
 
-accumulated by Welford's algorithm, which stays accurate if weights move little. A weight that has not moved gets the
-variance of its rounding error, `(ε·max(|θ|, rms θ))²`, so every precision is finite.
+where `θ̄_s` is the mean of the snapshots up to `s`. Welford's algorithm accumulates the moments and stays accurate if
+weights move little. A weight that has not moved gets the variance of its rounding error, `(ε·max(|θ|, rms θ))²`, so
+every variance is positive.
 
 The running statistics of batch norms belong to the weights of training steps, not to their mean. `update_statistics`
 recomputes them in one pass, as averages over batches weighted by their sizes.
@@ -67,7 +69,7 @@ from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import GaussianPrior, check_precision, check_prior
 from lightning_bayes.posterior.sharded import ShardedPosterior
-from lightning_bayes.structures import Diagonal
+from lightning_bayes.structures import Diagonal, LowRankCovariance, Structure
 
 Scaling = Literal["dataset", "paper"]
 DEAD = 1e-3  # a weight is dead if its √v̂ + ε is below this share of its parameter's typical value
@@ -419,11 +421,13 @@ class WeightMoments:
     snapshots: int = 0
     mean: dict[str, Tensor] = field(default_factory=dict)
     squares: dict[str, Tensor] = field(default_factory=dict)  # Σ_s (θ_s − mean)²
+    deviations: list[dict[str, Tensor]] = field(default_factory=list)  # θ_s − θ̄_s of the last snapshots, oldest first
 
     @torch.no_grad()
-    def add(self, network: nn.Module) -> None:
-        """Add the current weights."""
+    def add(self, network: nn.Module, rank: int = 0) -> None:
+        """Add the current weights, and keep the last `rank` deviations."""
         self.snapshots += 1
+        deviation: dict[str, Tensor] = {}
         for name, p in network.named_parameters():
             if not p.is_floating_point():
                 continue
@@ -434,6 +438,9 @@ class WeightMoments:
             Δ = θ - mean
             self.mean[name] = mean.add_(Δ, alpha=1 / self.snapshots)
             self.squares[name] = squares.addcmul_(Δ, θ - mean)
+            if rank and p.requires_grad:
+                deviation[name] = θ - mean
+        self.deviations = [*self.deviations, deviation][-rank:] if rank else []
 
     @torch.no_grad()
     def put_mean(self, network: nn.Module) -> None:
@@ -442,23 +449,34 @@ class WeightMoments:
             if name in self.mean:
                 p.copy_(self.mean[name])
 
-    def posterior(self, network: nn.Module, likelihood: Likelihood, n_data: int) -> GaussianPosterior:
+    def posterior(
+        self, network: nn.Module, likelihood: Likelihood, n_data: int, scale: float = 1.0
+    ) -> GaussianPosterior:
         """The posterior around the network's weights, which must be the averaged ones: call `put_mean` first."""
         subset = resolve_subset(network, "all", ())
         with torch.inference_mode(False), torch.no_grad():
             mean = subset.flatten(network)
             mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
-            squares = torch.cat([self.squares[name].reshape(-1) for name in subset.names]).to(mean)
+
+            def flat(part: dict[str, Tensor]) -> Tensor:
+                """A weight that was frozen at a snapshot did not deviate."""
+                pairs = zip(subset.names, subset.shapes, strict=True)
+                return torch.cat([part.get(name, mean.new_zeros(shape)).reshape(-1).to(mean) for name, shape in pairs])
+
             typical = mean.square().mean().sqrt()
             rounding = torch.finfo(mean.dtype).eps * mean.abs().clamp(min=float(typical) or 1.0)
-            precision = 1 / (squares / self.snapshots).clamp(min=rounding.square())
+            variance = scale**2 * (flat(self.squares) / self.snapshots).clamp(min=rounding.square())
+            precision: Structure = Diagonal(1 / variance)
+            if self.deviations:
+                D, K = torch.stack([flat(part) for part in self.deviations], 1), len(self.deviations)
+                precision = LowRankCovariance(variance / 2, D * (scale / math.sqrt(2 * max(K - 1, 1))))
             weights = fingerprint(network)
-        return GaussianPosterior(network, subset, likelihood, mean, Diagonal(precision), n_data, weights)
+        return GaussianPosterior(network, subset, likelihood, mean, precision, n_data, weights)
 
     def state(self) -> dict[str, Any]:
-        """A copy of the state, because training may continue while a checkpoint is written."""
+        """A copy of the state, because training may continue while a checkpoint is written. Deviations never change."""
         mean, squares = ({name: t.clone() for name, t in part.items()} for part in (self.mean, self.squares))
-        return {"snapshots": self.snapshots, "mean": mean, "squares": squares}
+        return {"snapshots": self.snapshots, "mean": mean, "squares": squares, "deviations": list(self.deviations)}
 
 
 def with_statistics(network: nn.Module) -> list[Any]:

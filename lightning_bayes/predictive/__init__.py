@@ -2,15 +2,19 @@
 
 from lightning_bayes.posterior.at_mean import outputs
 from lightning_bayes.predictive import auto, deploy, held_out, novelty, predict  # implement methods of posteriors
+from lightning_bayes.predictive.augmented import Augmented
 from lightning_bayes.predictive.conformal import Conformal, conformalize
 from lightning_bayes.predictive.draws import FunctionDraw, Reconstruction, decode, sample_functions
+from lightning_bayes.predictive.dropout import MCDropout, mc_dropout
 from lightning_bayes.predictive.ensemble import DeepEnsemble
 from lightning_bayes.predictive.prediction import Prediction
 
 __all__ = [
+    "Augmented",
     "Conformal",
     "DeepEnsemble",
     "FunctionDraw",
+    "MCDropout",
     "Prediction",
     "Reconstruction",
     "auto",
@@ -18,6 +22,7 @@ __all__ = [
     "decode",
     "deploy",
     "held_out",
+    "mc_dropout",
     "novelty",
     "outputs",
     "predict",

@@ -62,11 +62,11 @@ from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.files import describe, read, write
 from lightning_bayes.posterior.gaussian import implements
 from lightning_bayes.predictive.draws import SharedDraws
-from lightning_bayes.predictive.ensemble import DeepEnsemble
+from lightning_bayes.predictive.mixture import PREDICTORS, Predictor
 from lightning_bayes.predictive.prediction import Prediction, mean_of, real_targets, unfit_targets
 
 FORMAT = 1
-Predictor = GaussianPosterior | DeepEnsemble
+AnyPredictor = GaussianPosterior | Predictor
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ class Conformal:
     kind: str  # kind of the predictions
     score: ClassScore | None = None  # None: |y − m| / s of real targets
     allow_empty: bool = False
-    predictor: Predictor | None = field(default=None, repr=False)
+    predictor: AnyPredictor | None = field(default=None, repr=False)
     how: dict[str, Any] = field(default_factory=dict, repr=False)  # arguments of `predict`
 
     @staticmethod
@@ -163,13 +163,13 @@ class Conformal:
         }
 
     @staticmethod
-    def from_state_dict(state: dict[str, Any], predictor: Predictor | None = None) -> Conformal:
+    def from_state_dict(state: dict[str, Any], predictor: AnyPredictor | None = None) -> Conformal:
         """Restore a `state_dict`; `predict` also needs the posterior or ensemble."""
         fields = dict(state) if isinstance(state, dict) else {}
         if fields.pop("format", None) != f"conformal {FORMAT}":
             raise PosteriorError(f"this version cannot read a Conformal from the state: it is {describe(state)}")
         if predictor is not None:
-            instance("predictor", predictor, (GaussianPosterior, DeepEnsemble), "a posterior or a DeepEnsemble")
+            instance("predictor", predictor, (GaussianPosterior, Predictor), PREDICTORS)
         score = fields.pop("score")
         return Conformal(**fields, score=None if score is None else ClassScore(**score), predictor=predictor)
 
@@ -178,7 +178,7 @@ class Conformal:
         write(self.state_dict(), path)
 
     @staticmethod
-    def load(path: str | PathLike[str], predictor: Predictor | None = None) -> Conformal:
+    def load(path: str | PathLike[str], predictor: AnyPredictor | None = None) -> Conformal:
         """Load a file that `save` wrote."""
         return Conformal.from_state_dict(read(path), predictor)
 
@@ -198,7 +198,7 @@ class Conformal:
 
 @implements("conformalize", sharded=True)
 def conformalize(
-    predictor: Predictor,
+    predictor: AnyPredictor,
     loader: Iterable[Any],
     level: float = 0.9,
     method: ConformalScore = "aps",
@@ -210,19 +210,18 @@ def conformalize(
     free_classes: int = 5,
     allow_empty: bool = False,
 ) -> Conformal:
-    """See `GaussianPosterior.conformalize`. The predictor may be an ensemble."""
-    instance("predictor", predictor, (GaussianPosterior, DeepEnsemble), "a posterior or a DeepEnsemble")
+    """See `GaussianPosterior.conformalize`. The predictor may be an ensemble or another `Predictor`."""
+    instance("predictor", predictor, (GaussianPosterior, Predictor), PREDICTORS)
     between("level", level, 0, 1, borders=False)
     flag("allow_empty", allow_empty)
     check_loader(loader)
     score = ClassScore(method, randomised, penalty, free_classes, seed)
     how = {"predictive": to_plain(predictive_option(predictive)), "seed": seed}
-    members = predictor.posteriors if isinstance(predictor, DeepEnsemble) else [predictor]
     scores, is_empty = TargetScores(score, predictor.likelihood.ignore_index), True
     draws = SharedDraws(predictor.device)
     with preserved_rng(predictor.device):  # a shuffling loader draws from the global generator
         for batch in loader:
-            x, y = inputs.split_targets(members[0].network, batch, "calib")
+            x, y = inputs.split_targets(predictor.network, batch, "calib")
             prediction = _predict(predictor, x, how, draws)
             scores.update(prediction, y.to(predictor.device))
             is_empty = False
@@ -246,7 +245,7 @@ def _made(scores: TargetScores, score: ClassScore, level: float, allow_empty: bo
     return Conformal(quantile, float(level), n, scores.kind, kept, allow_empty)
 
 
-def _predict(predictor: Predictor, x: Any, how: dict[str, Any], generator: torch.Generator) -> Prediction:
+def _predict(predictor: AnyPredictor, x: Any, how: dict[str, Any], generator: torch.Generator) -> Prediction:
     return predictor.predict(x, how["predictive"], generator=generator.manual_seed(how["seed"]))
 
 

@@ -1,16 +1,6 @@
 """`DeepEnsemble`: one predictive from several posteriors, each of a different network.
 
-It is the mixture of the members' predictives, `p(y | x) = Σₘ wₘ pₘ(y | x)`. Its moments follow from the members'
-moments by the law of total variance, where the choice of the member is a further unknown:
-
-    μ         = Σₘ wₘ μₘ                                  (for classes, the probabilities)
-    epistemic = Σₘ wₘ epistemicₘ + Σₘ wₘ (μₘ − μ)²        within the members, and between them
-    aleatoric = Σₘ wₘ aleatoricₘ
-
-For classes, `epistemic + aleatoric = μ(1 − μ)`, as for the members. The entropy of classes is that of the mixture, and
-its epistemic part is `Σₘ wₘ Iₘ + (H[μ] − Σₘ wₘ H[μₘ])`. A regression's mixture is reported and scored as the Gaussian
-with its mean and variance, which has the largest entropy for that variance, or as a Student-t with the members' tails,
-`1/ν = Σₘ wₘ/νₘ`. `log_prob` is the density of the mixture.
+It is the mixture of the members' predictives (see `predictive.mixture`).
 
 With `predictive="map"` the members are points, and this is the deep ensemble of Lakshminarayanan et al. (2017), "Simple
 and scalable predictive uncertainty estimation using deep ensembles", which matches moments in the same way. Posteriors
@@ -21,30 +11,36 @@ Members can be loaded from checkpoints, which contain a network and the posterio
 
 from __future__ import annotations
 
-import math
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import format_value, instance, listed
-from lightning_bayes.likelihoods import ClassPredictive, Likelihood
-from lightning_bayes.network.borrowed import copied_generator, submodule
+from lightning_bayes.arguments import count, format_value, instance, listed
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.likelihoods.outputs import check_generator
+from lightning_bayes.network import inputs
+from lightning_bayes.network.borrowed import copied_generator, preserved_rng, submodule
+from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.network.output import unwrap_output
 from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
-from lightning_bayes.posterior.at_mean import same_weights
+from lightning_bayes.posterior.at_mean import same_weights, unflatten
 from lightning_bayes.posterior.files import describe, posterior_in, read_any
-from lightning_bayes.predictive.prediction import Prediction, mean_of
+from lightning_bayes.posterior.gaussian import point_posterior
+from lightning_bayes.posterior.moments import update_statistics, with_statistics
+from lightning_bayes.predictive.draws import draw_move
+from lightning_bayes.predictive.mixture import Mixture, check_shapes, naming
+from lightning_bayes.predictive.prediction import Prediction
 
 
 @dataclass(frozen=True, eq=False)
-class DeepEnsemble:
-    """The mixture of several posteriors' predictives.
+class DeepEnsemble(Mixture):
+    """The mixture of several posteriors' predictives. Each member draws its own samples.
 
     Args:
         posteriors: one for each trained network, from any method, all with the same kind of likelihood. Each keeps its
@@ -77,7 +73,7 @@ class DeepEnsemble:
             )
         members = []
         for path, network in zip(paths, networks, strict=True):
-            with _naming(str(path)):
+            with naming(str(path)):
                 members.append(GaussianPosterior.load(path, network, likelihood))
                 members[-1].check_weights()
         return DeepEnsemble(members, member_weights)
@@ -107,9 +103,48 @@ class DeepEnsemble:
         listed("paths", paths, "paths")
         members = []
         for path in paths:
-            with _naming(str(path)):
+            with naming(str(path)):
                 members.append(read_checkpoint(path, module, name, network, likelihood, device))
         return DeepEnsemble(members, member_weights)
+
+    @staticmethod
+    def from_samples(
+        posterior: GaussianPosterior,
+        loader: Iterable[Any],
+        samples: int = 30,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> DeepEnsemble:
+        """Copies of a posterior's network at weight samples, each with its own batch norm statistics, as Maddox et al.
+        (2019) use them for SWAG. Predict with "map".
+
+        Args:
+            posterior: the posterior of a network with batch norms.
+            loader: the training data, in batches. Each sample takes one pass.
+            samples: the number of copies.
+            generator: draws the samples.
+        """
+        instance("posterior", posterior, GaussianPosterior, "a posterior")
+        posterior.check_whole("from_samples")
+        count("samples", samples)
+        check_generator(generator)
+        if isinstance(check_loader(loader), Iterator):
+            raise PosteriorError(
+                "each sample passes over the data, but the loader is an iterator: pass a DataLoader or a list"
+            )
+        posterior.check_weights()
+        members = []
+        for _ in range(samples):
+            network, move = copy.deepcopy(posterior.network), draw_move(posterior, generator)
+            with torch.no_grad():
+                for name, part in unflatten(posterior, move).items():
+                    network.get_parameter(name).add_(part)
+            if with_statistics(network):
+                with preserved_rng(posterior.device):  # a shuffling loader draws from the global generator
+                    xs = (inputs.split_targets(network, batch, "train")[0] for batch in loader)
+                    update_statistics(network, (inputs.to_device(x, posterior.device) for x in xs))
+            members.append(point_posterior(network, posterior.likelihood))
+        return DeepEnsemble(members)
 
     def __len__(self) -> int:
         return len(self.posteriors)
@@ -124,39 +159,15 @@ class DeepEnsemble:
         """The first member's device, where predictions are combined."""
         return self.posteriors[0].device
 
-    def predict(
-        self,
-        x: Any,
-        predictive: PredictiveWord | PredictiveOption = "glm",
-        *,
-        generator: torch.Generator | None = None,
-    ) -> Prediction:
-        """The mixture of the members' predictions at `x`; for the arguments see `GaussianPosterior.predict`. Each
-        member draws its own samples."""
-        members = self.predict_each(x, predictive, generator=generator)
-        means = torch.stack([mean_of(member) for member in members])  # [M, B, …]
-        w = self._weights_like(means)
-        mean = (w * means).sum(0)
-        within = (w * torch.stack([member.epistemic for member in members])).sum(0)
-        between = (w * (means - mean).square()).sum(0)
-        aleatoric = (w * torch.stack([member.aleatoric for member in members])).sum(0)
-        mixture = self.likelihood.predictive(mean, within + between, aleatoric)
-        known = [member.mutual_information for member in members if member.mutual_information is not None]
-        if isinstance(mixture, ClassPredictive) and len(known) == len(members):
-            entropies = torch.stack([member.entropy for member in members])  # [M, B, …]
-            w = self._weights_like(entropies)
-            disagreement = (mixture.entropy - (w * entropies).sum(0)).clamp_min(0)
-            mixture = replace(mixture, mutual_information=(w * torch.stack(known)).sum(0) + disagreement)
-        per_input = {}
-        for name in ("novelty", "energy"):
-            values = [getattr(member, name) for member in members]
-            if all(value is not None for value in values):
-                per_input[name] = (self._weights_like(torch.stack(values)) * torch.stack(values)).sum(0)
-        df: float | Tensor = math.inf
-        if any(member.df is not None for member in members):
-            tails = torch.stack([torch.zeros_like(mean) if m.df is None else 1 / m.df for m in members])
-            df = 1 / (self._weights_like(tails) * tails).sum(0)
-        return replace(Prediction.from_predictive(mixture, df), **per_input)
+    @property
+    def network(self) -> nn.Module:
+        """The first member's network."""
+        return self.posteriors[0].network
+
+    @property
+    def part_weights(self) -> Sequence[float]:
+        weights: Any = self.member_weights
+        return weights
 
     def predict_each(
         self,
@@ -170,37 +181,10 @@ class DeepEnsemble:
         generator = copied_generator(self.device) if generator is None else generator
         predictions = []
         for number, posterior in enumerate(self.posteriors):
-            with _naming(f"member {number}"):
+            with naming(f"member {number}"):
                 predictions.append(posterior.predict(x, predictive, generator=generator).to(self.device))
-        first = mean_of(predictions[0])
-        for number, member in enumerate(predictions):
-            if mean_of(member).shape != first.shape:
-                raise PosteriorError(
-                    f"members must have outputs of the same shape, but member 0 has shape {list(first.shape)} and "
-                    f"member {number} has shape {list(mean_of(member).shape)}: use networks with the same outputs"
-                )
+        check_shapes(predictions, "members", "use networks with the same outputs")
         return predictions
-
-    def log_prob(
-        self,
-        x: Any,
-        y: Tensor,
-        predictive: PredictiveWord | PredictiveOption = "glm",
-        *,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """`log Σₘ wₘ pₘ(y)` of each real target, in the shape of y."""
-        members = self.predict_each(x, predictive, generator=generator)
-        if members[0].probs is not None:
-            raise PosteriorError("log_prob is a density of real targets; for classes take the log of predict(x).probs")
-        log_p = torch.stack([member.log_prob(y) for member in members])  # [M, B, …]
-        return (self._weights_like(log_p).log() + log_p).logsumexp(0)
-
-    def _weights_like(self, means: Tensor) -> Tensor:
-        """# [M, 1, …]"""
-        return torch.tensor(self.member_weights, dtype=means.dtype, device=means.device).view(
-            -1, *[1] * (means.ndim - 1)
-        )
 
 
 def _check_members(posteriors: Sequence[GaussianPosterior]) -> None:
@@ -247,15 +231,6 @@ def _normalised(weights: Sequence[float] | Tensor | None, members: int) -> tuple
     if not (w >= 0).all() or not w.isfinite().all() or not w.sum() > 0:
         raise PosteriorError(f"member_weights must be finite, not negative, and not all zero, got {w.tolist()}")
     return tuple((w / w.sum()).tolist())
-
-
-@contextmanager
-def _naming(which: str) -> Iterator[None]:
-    """Add the member's name to its errors."""
-    try:
-        yield
-    except PosteriorError as error:
-        raise PosteriorError(f"{which}: {error}") from error
 
 
 def read_checkpoint(

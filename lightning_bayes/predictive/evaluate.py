@@ -31,14 +31,14 @@ from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive.draws import SharedDraws
-from lightning_bayes.predictive.ensemble import DeepEnsemble
+from lightning_bayes.predictive.mixture import PREDICTORS, Predictor
 from lightning_bayes.predictive.prediction import Prediction, real_targets, unfit_targets
 
 Predict = Callable[[Any], Prediction]
 
 
 def evaluate(
-    predictor: GaussianPosterior | DeepEnsemble,
+    predictor: GaussianPosterior | Predictor,
     loader: Iterable[Any],
     ood_loaders: Sequence[Iterable[Any]] = (),
     *,
@@ -55,13 +55,12 @@ def evaluate(
     "/dataloader_idx_2", …, as in a Trainer's log. The other arguments are those of `predict`; the seed is the same for
     each batch.
     """
-    instance("predictor", predictor, (GaussianPosterior, DeepEnsemble), "a posterior or a DeepEnsemble")
+    instance("predictor", predictor, (GaussianPosterior, Predictor), PREDICTORS)
     check_loader(loader)
     for others in listed("ood_loaders", ood_loaders, "loaders"):
         check_loader(others, "ood_loaders", "batches")
     check_seed("seed", seed)
     device = predictor.device
-    network = (predictor.posteriors[0] if isinstance(predictor, DeepEnsemble) else predictor).network
     draws = SharedDraws(device)
 
     def predict(x: Any) -> Prediction:
@@ -70,7 +69,7 @@ def evaluate(
     def split(batch: Any, is_ood: bool) -> tuple[Any, Tensor | None]:
         if is_ood:
             return (batch[0] if isinstance(batch, (tuple, list)) else adapters.without_targets(batch)), None
-        x, y = inputs.split_targets(network, batch, "test")
+        x, y = inputs.split_targets(predictor.network, batch, "test")
         return x, y.to(device)
 
     others = {f"ood_loaders[{number}]": loader for number, loader in enumerate(ood_loaders)}

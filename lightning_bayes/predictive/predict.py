@@ -5,6 +5,7 @@
   Gaussian in closed form. With many outputs (1,000 classes, images) it is sampled by forward-mode products with weight
   samples, or by its likeliest classes (see `draws`), so neither cost nor memory grows with the square of the outputs.
 - `bnn`: the outputs of the network itself at weight samples (eq. (9)).
+- `dropout`: the outputs of the network at its weights with random masks of its dropout layers (see `dropout`).
 - `map`: the network's own outputs, without uncertainty.
 - `gp`: the outputs of the linearised network in function space (eqs. (15) and (16)), conditioned on training points: a
   Gaussian.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,8 +43,8 @@ from lightning_bayes.predictive.draws import (
     class_draws,
     each_function,
     has_leading_classes,
-    sample_functions,
 )
+from lightning_bayes.predictive.dropout import each_masked
 from lightning_bayes.predictive.novelty import NoveltyScore, novelty_p
 from lightning_bayes.predictive.prediction import Prediction, TensorFields
 
@@ -148,7 +150,8 @@ def output_law(
 ) -> OutputLaw:
     """The law of the outputs at `x`. With `differentiable` it keeps the graph to `x`; `observe` is called with the
     passes of the linearised network."""
-    if predictive.kind == "map" or is_plain(posterior):
+    by_masks = predictive.kind == "dropout"
+    if predictive.kind == "map" or (is_plain(posterior) and not by_masks):
         return OutputLaw(outputs(posterior, x, differentiable))
     if predictive.kind == "gp":
         if differentiable:
@@ -163,12 +166,16 @@ def output_law(
     shifted = linear and posterior.shift is not None
     mean = posterior.shifted(x, differentiable) if shifted else outputs(posterior, x, differentiable)
     draws: Tensor | FunctionDraws
+    draw = each_masked if by_masks else partial(each_function, linearised=linear)
+    draw = partial(draw, posterior, x, n, differentiable=differentiable)
     size = n * mean.numel() * mean.element_size()
     by_classes = linear and not differentiable and predictive.link in (None, "mc") and size <= SHARED
     if by_classes and has_leading_classes(posterior, x, mean):
         draws = class_draws(posterior, x, mean, n, generator)
     elif size <= KEPT:
-        draws = sample_functions(posterior, x, n, generator, linear, differentiable)
+        kept: list[Tensor] = []
+        draw(generator=generator, consume=kept.append)
+        draws = torch.stack(kept)
     elif differentiable:
         raise PosteriorError(
             f"{n} draws of {mean.numel()} outputs are too many to keep their graph for differentiable=True: take fewer "
@@ -176,7 +183,7 @@ def output_law(
         )
     else:
         generator = copied_generator(posterior.device) if generator is None else generator
-        draws = FunctionDraws(posterior, x, n, generator, generator.get_state(), linear, lambda f: f)
+        draws = FunctionDraws(draw, n, generator, generator.get_state(), lambda f: f)
     return OutputLaw(mean, draws=draws, linear=linear)
 
 
@@ -222,22 +229,18 @@ def has_many_outputs(posterior: GaussianPosterior, x: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class FunctionDraws:
-    """`n` functions at `x`, which every call of `each` redraws."""
+    """`n` draws of the outputs, which every call of `each` draws again."""
 
-    posterior: GaussianPosterior
-    x: Any
+    draw: Callable[..., None]  # passes each draw [B, ...] to `consume`
     n: int
     generator: torch.Generator
     state: Tensor  # of the generator, before the first draw
-    linearised: bool
     change: Callable[[Tensor], Tensor]  # applied to each draw
 
     def each(self, consume: Callable[[Tensor], None]) -> None:
         """Pass the draws `[B, ...]` to `consume` one by one."""
         self.generator.set_state(self.state)
-        each_function(
-            self.posterior, self.x, self.n, self.generator, self.linearised, lambda f: consume(self.change(f))
-        )
+        self.draw(generator=self.generator, consume=lambda f: consume(self.change(f)))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> FunctionDraws:
         before = self.change

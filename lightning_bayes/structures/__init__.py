@@ -8,6 +8,7 @@ from lightning_bayes.structures.diagonal import Diagonal
 from lightning_bayes.structures.factor import Factor, Gram
 from lightning_bayes.structures.kronecker import EKFAC, EKFACBlockDiagonal, Kronecker
 from lightning_bayes.structures.low_rank import LowRank
+from lightning_bayes.structures.low_rank_covariance import LowRankCovariance
 from lightning_bayes.structures.output_covariance import CovarianceForm, JacobianColumns, layer_jacobian
 from lightning_bayes.structures.row_space import RowSpace
 from lightning_bayes.structures.sharded import ShardedDiagonal
@@ -27,6 +28,7 @@ __all__ = [
     "Kronecker",
     "Layout",
     "LowRank",
+    "LowRankCovariance",
     "Piece",
     "RowSpace",
     "ShardedDiagonal",

@@ -133,12 +133,13 @@ class ParameterBlock:
 
 @dataclass(frozen=True, eq=False)
 class InverseTerms:
-    """`M⁻¹ = scale · D⁻¹ − (V mix)(V mix)ᵀ`, in float64."""
+    """`M⁻¹ = scale · D⁻¹ + sign · (V mix)(V mix)ᵀ`, in float64 if the two terms may nearly cancel."""
 
     diagonal: Structure  # D
     scale: Tensor | float
     columns: Tensor  # V [P, k]
     mix: Tensor  # [k, k]
+    sign: int = -1
 
 
 @dataclass(frozen=True, eq=False)

@@ -107,7 +107,7 @@ def choose_on_validation(
         return posterior, by_evidence
     place = None if calibrate is None else "outputs" if calibrate == "outputs" else "probs"
     scoring = Scoring(use.predictive, use.seed, place)
-    by_auto = tune == "auto" and use.predictive.kind != "map"  # the plain network has no prior
+    by_auto = tune == "auto" and use.predictive.uses_prior
     try:
         held_out = validation_data(trainer, module, validation)
         if held_out is not None:

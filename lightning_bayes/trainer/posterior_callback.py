@@ -33,6 +33,7 @@ from lightning_bayes.posterior.files import read, read_any
 from lightning_bayes.posterior.prior import GaussianPrior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.draws import SharedDraws
+from lightning_bayes.predictive.dropout import dropout_layers
 from lightning_bayes.predictive.evaluate import Predict
 from lightning_bayes.trainer.checkpoints import (
     CheckpointInfo,
@@ -81,7 +82,7 @@ class PosteriorCallback(Callback):
         likelihood: "classification", "binary" or "regression", or a `Likelihood`.
         network: the name of the submodule that maps x to f, by default the module's own `forward`; or
             `Network(name, output, class_dim)`.
-        predictive: "glm", "bnn" or "map", or an option such as `GLM(link="probit", samples=100)`.
+        predictive: "glm", "bnn", "dropout" or "map", or an option such as `GLM(link="probit", samples=100)`.
             `LaplaceCallback` also takes "gp" and `GP(points=…)`.
         calibrate: "auto" corrects predictions on the first validation dataloader, if there is one: by a temperature of
             the probabilities ("probs"), or by a factor on a regression's variance and the degrees of freedom of its
@@ -266,7 +267,9 @@ class PosteriorCallback(Callback):
         self._has_trained = False
         if self.why_one and sum(isinstance(callback, type(self)) for callback in callbacks_of(trainer)) > 1:
             raise ValueError(f"{self.why_one}: give the Trainer one {type(self).__name__}")
-        network_of(pl_module, self.network.name)  # raise for a wrong name before training, not after it
+        network = network_of(pl_module, self.network.name)  # raise for a wrong name before training, not after it
+        if self.predictive.kind == "dropout":
+            dropout_layers(network)  # raises if there is none
         self._check_module(pl_module)
 
     def _check_module(self, module: LightningModule) -> None:

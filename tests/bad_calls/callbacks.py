@@ -258,6 +258,11 @@ common(swag)
 swag("predictive", "gp", "keeps no training points for predictive='gp': use LaplaceCallback")
 loaders(swag)
 counts(swag, "every_n_epochs", "every_n_steps")
+for _bad in (-1, 0.5, "all", True, None):
+    swag("rank", _bad, f"must be a whole number of at least 0, got {_bad!r}")
+swag("rank", 1, "rank=1 is too small: one deviation has no covariance; use 0, or 2 or more")
+for _bad in (0.0, -1.0, math.inf, "wide", None, True):
+    swag("scale", _bad, f"{POSITIVE}, got {_bad!r}")
 for _bad in (-1, -0.5, 1.0, 2.5, math.nan, math.inf, "late", None, True):
     swag("start", _bad, f"must be an epoch, or a fraction of the training below 1, got {_bad!r}")
 

@@ -74,5 +74,5 @@ _loaded = Table(
 )
 for _bad in (None, {}, {"format": 2}):
     _loaded("state", _bad, "this version cannot read a Conformal")
-_loaded("predictor", 3, "must be a posterior or a DeepEnsemble, got 3")
+_loaded("predictor", 3, "must be a posterior or a predictor such as a DeepEnsemble, got 3")
 CONFORMAL = [indexing, together, bands, conforming, from_prediction, _sets_of, _intervals_of, _loaded]

@@ -12,7 +12,18 @@ from torchmetrics import MeanSquaredError
 
 from bad_calls.callbacks import counts, flags, mappings, positives, words
 from bad_calls.cases import KINDS, Of, Table, Things, mlp
-from lightning_bayes import GLM, DeepEnsemble, GaussianPosterior, Kron, LaplacePosterior, Tuning, fit_laplace
+from lightning_bayes import (
+    GLM,
+    Augmented,
+    DeepEnsemble,
+    GaussianPosterior,
+    Kron,
+    LaplacePosterior,
+    MCDropout,
+    Tuning,
+    fit_laplace,
+    mc_dropout,
+)
 from lightning_bayes.network import Processes
 from lightning_bayes.posterior import PosteriorError, PriorError
 from lightning_bayes.predictive import decode
@@ -109,6 +120,7 @@ predict("predictive", "gp", "needs training points", "fit_laplace(..., gp=M)", e
 mappings(predict, "predictive", "glm", "samples")
 _logit = "link='logit'; choose one of 'probit', 'pairwise', 'bridge', 'mc'"
 predict("predictive", GLM(link="logit"), _logit, named="link")
+predict("predictive", "dropout", "has no dropout layer with p > 0, so predictive='dropout' would be the plain network")
 for _predictive in ("bnn", "map"):
     predict("generator", 42, GENERATOR, predictive=_predictive)
     _inputs(predict, predictive=_predictive)
@@ -326,8 +338,13 @@ variational("method", "log_marginal_likelihood", "has no evidence", "fit_laplace
 scores = Table(
     "evaluate", lambda t, **given: evaluate(**{"predictor": t.classifier, "loader": t.batches, **given}), evaluate
 )
-scores("predictor", Of(lambda t: t.net(), "Sequential"), "must be a posterior or a DeepEnsemble", "Sequential")
-scores("predictor", None, "must be a posterior or a DeepEnsemble", "got None")
+scores(
+    "predictor",
+    Of(lambda t: t.net(), "Sequential"),
+    "must be a posterior or a predictor such as a DeepEnsemble",
+    "Sequential",
+)
+scores("predictor", None, "must be a posterior or a predictor such as a DeepEnsemble", "got None")
 scores("loader", None, "must be an iterable of (x, y) batches")
 _loaders(scores, "the loader is empty")
 scores("ood_loaders", 3, "must be a list of loaders, got 3")
@@ -384,6 +401,80 @@ words(mixture_density, "predictive")
 mappings(mixture_density, "predictive", "glm", "samples")
 mixture_density("predictive", GLM(link="logit"), "choose one of", named="link")
 
+copies = Table(
+    "DeepEnsemble.from_samples",
+    lambda t, **given: DeepEnsemble.from_samples(**{"posterior": t.classifier, "loader": t.batches, **given}),
+    DeepEnsemble.from_samples,
+)
+copies("posterior", Of(lambda t: t.net(), "network"), "must be a posterior, got Sequential")
+copies("loader", None, "must be an iterable of (x, y) batches")
+copies("loader", Of(lambda t: iter(t.batches), "iterator"), "the loader is an iterator: pass a DataLoader")
+_drawing(copies, "samples")
+
+# -- views and dropout -----------------------------------------------------------------------------------------------
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _views(t: Things, **given: Any) -> Any:
+    return Augmented(**{"predictor": t.classifier, "views": [_same], **given})
+
+
+augmented = Table("Augmented", _views, Augmented)
+augmented("predictor", Of(lambda t: t.net(), "network"), "must be a posterior or a predictor such as", "Sequential")
+augmented("views", [], "is an empty list: give at least one function")
+augmented("views", _same, "must be a list of functions x → x, got")
+augmented("views", [_same, 3], "must be functions x → x, but views[1] is 3")
+viewed = Table("Augmented.predict", lambda t, **given: _views(t).predict(**{"x": t.x, **given}), Augmented.predict)
+_drawing(viewed)
+words(viewed, "predictive")
+mappings(viewed, "predictive", "glm", "samples")
+_inputs(viewed)
+
+
+def _with_dropout(t: Things) -> Any:
+    return t.watch(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 3)))
+
+
+def _dropout(t: Things, **given: Any) -> Any:
+    return mc_dropout(**{"network": _with_dropout(t), **given})
+
+
+masked = Table("mc_dropout", _dropout, mc_dropout)
+masked("network", 3, "must be an nn.Module that maps x to f, got 3")
+masked("network", Of(lambda t: t.net(), "without"), "has no dropout layer with p > 0", named=False)
+masked("likelihood", "poisson", "likelihood='poisson' is not known")
+counts(masked, "samples")
+masked("output", 2.5, "output must be a key, an attribute's name or an index, got 2.5")
+_calibrating = Table(
+    "MCDropout.calibrate",
+    lambda t, **given: _dropout(t).calibrate(**{"loader": t.batches, **given}),
+    MCDropout.calibrate,
+)
+_calibrating("loader", None, "must be an iterable of (x, y) batches")
+_calibrating("of", "logits", "unknown of 'logits': use one of 'outputs', 'probs'")
+_calibrating("seed", -1, "must be a whole number of at least 0, got -1")
+_masked_sets = Table(
+    "MCDropout.conformalize",
+    lambda t, **given: _dropout(t).conformalize(**{"loader": t.batches, "level": 0.5, **given}),
+    MCDropout.conformalize,
+)
+_masked_sets("loader", None, "must be an iterable of (x, y) batches")
+_masked_sets("level", 90, "must be strictly between 0 and 1, got 90")
+_masked_sets("method", "top_k", "unknown method 'top_k': use one of 'aps', 'raps', 'lac'")
+by_masks = Table("MCDropout.predict", lambda t, **given: _dropout(t).predict(**{"x": t.x, **given}), MCDropout.predict)
+_drawing(by_masks)
+words(by_masks, "predictive")
+by_masks("predictive", "glm", "has no covariance of the weights for predictive='glm': use 'dropout' or 'map'")
+_inputs(by_masks)
+_of_network = Table(
+    "MCDropout", lambda t, **given: MCDropout(**{"posterior": _dropout(t).posterior, **given}), MCDropout
+)
+_of_network("posterior", 3, "must be a posterior, got 3")
+_of_network("option", "glm", "must be a Dropout, got 'glm'")
+
 # -- autoencoders ----------------------------------------------------------------------------------------------------
 
 AUTOENCODING = []
@@ -414,6 +505,7 @@ USING = [
     *(on_device, density, with_prior, evidence, with_noise, classes),
     *(update, not_growing, penalty, refinement),
     *(tune, iterating, _damped, grids, autos, calibration, with_data, variational),
-    *(scores, ensemble, mixture, mixture_density, _of_classes),
+    *(scores, ensemble, mixture, mixture_density, _of_classes, copies),
+    *(augmented, viewed, masked, _calibrating, _masked_sets, by_masks, _of_network),
     *(*AUTOENCODING, decoding, parts),
 ]

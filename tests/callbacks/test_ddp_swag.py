@@ -39,7 +39,7 @@ def run(peer: Peer) -> dict[str, Any]:
         posterior = swag.posterior
         results[name] = {
             "mean": posterior.mean,
-            "precision": posterior.precision.diagonal(),
+            "precision": posterior.precision.to_dense(),
             "n_data": posterior.n_data,
             "buffers": [b.clone() for b in model.buffers()],
             "calibrations": [c.probs_temperature for c in posterior.calibrations],

@@ -8,11 +8,13 @@ import pytest
 import torch
 from callback_cases import Classifier, fitted, held_out, labelled, laplace, train_loader, trainer
 from helpers.options import predictive_of
+from helpers.untouched import refused
 from lightning.pytorch.callbacks import BasePredictionWriter
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_bayes import BNN, GLM, LaplaceCallback, Prediction
+from lightning_bayes.posterior import PosteriorError
 from lightning_bayes.trainer.module import ModuleError
 
 
@@ -30,7 +32,9 @@ def same_predictions(found: list[Any], callback: LaplaceCallback, inputs: tuple[
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize(("predictive", "link"), [("glm", "probit"), ("glm", "bridge"), ("glm", "mc"), ("bnn", None)])
+@pytest.mark.parametrize(
+    ("predictive", "link"), [("glm", "probit"), ("glm", "bridge"), ("glm", "mc"), ("bnn", None), ("dropout", None)]
+)
 def test_each_batch_gives_its_prediction(
     tmp_path: Path, inference_mode: bool, predictive: str, link: str | None
 ) -> None:
@@ -279,3 +283,10 @@ def test_a_dict_batch_is_predicted_by_split_batch(tmp_path: Path) -> None:
     model, fit = fitted(tmp_path, callback, Named())
     rows: Any = [{"x": x} for x in labelled(11, 5).tensors[0]]
     same_predictions(fit.predict(model, DataLoader(rows, batch_size=4)), callback, batches())
+
+
+def test_dropout_without_a_layer_is_refused_before_training(tmp_path: Path) -> None:
+    module = Classifier()
+    module.net[3] = nn.Identity()
+    with refused(module, PosteriorError, "Classifier has no dropout layer with p > 0"):
+        trainer(tmp_path, laplace(predictive="dropout")).fit(module, train_loader())

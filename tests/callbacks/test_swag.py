@@ -7,12 +7,14 @@ import lightning as L
 import pytest
 import torch
 from callback_cases import Classifier, held_out, labelled, train_loader
-from helpers.training import EMAWeightAveraging, LitNet, loader, trainer
+from helpers.oracles import at_weights, jacobian
+from helpers.tensors import real, seeded
+from helpers.training import TASKS, EMAWeightAveraging, LitNet, loader, trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_bayes import LaplaceCallback, OnlineLaplaceCallback, SWAGCallback
+from lightning_bayes import BNN, DeepEnsemble, LaplaceCallback, OnlineLaplaceCallback, SWAGCallback
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.moments import WeightMoments
 
@@ -41,8 +43,26 @@ def flat(module: nn.Module) -> Tensor:
 def check_moments(callback: SWAGCallback, path: list[Tensor]) -> None:
     weights = torch.stack(path)
     torch.testing.assert_close(callback.posterior.mean, weights.mean(0), **TIGHT)
-    variance = weights.var(0, correction=0)
-    torch.testing.assert_close(1 / callback.posterior.precision.diagonal(), variance, rtol=1e-7, atol=1e-18)
+    covariance, P = authors_covariance(path, callback.rank), callback.posterior.precision
+    torch.testing.assert_close(P.inverse_diagonal(), covariance.diagonal(), rtol=1e-7, atol=1e-18)
+    torch.testing.assert_close(P.solve(torch.eye(P.size).to(covariance)), covariance, rtol=1e-7, atol=1e-16)
+
+
+def authors_covariance(path: list[Tensor], rank: int, scale: float = 1.0) -> Tensor:
+    """Algorithm 1 of Maddox et al. (2019) step by step: moments are averages of θ and θ², and a deviation is taken from
+    the mean after it was updated; the covariance is that of eq. (1), or without rank the diagonal of section 3.3."""
+    mean, squares, D = torch.zeros_like(path[0]), torch.zeros_like(path[0]), []
+    for n, θ in enumerate(path):
+        mean = (n * mean + θ) / (n + 1)
+        squares = (n * squares + θ.square()) / (n + 1)
+        if len(D) == rank and rank:
+            D.pop(0)
+        D.append(θ - mean)
+    diagonal = torch.diag((squares - mean.square()).clamp(min=1e-30))
+    if not rank:
+        return scale**2 * diagonal
+    columns = torch.stack(D, 1)
+    return scale**2 / 2 * (diagonal + columns @ columns.mT / (len(D) - 1))
 
 
 WHEN: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
@@ -63,14 +83,70 @@ WHEN: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("rank", [0, 2, 20])  # diagonal, fewer than the snapshots, and more
 @pytest.mark.parametrize("when", WHEN)
-def test_moments_are_those_of_weights_kept_by_hand(when: str, tmp_path: Path) -> None:
+def test_moments_are_those_of_weights_kept_by_hand(when: str, rank: int, tmp_path: Path) -> None:
     words, options, expected = WHEN[when]
-    kept, callback, module = Kept(), SWAGCallback(**words), LitNet()
+    kept, callback, module = Kept(), SWAGCallback(rank=rank, **words), LitNet()
     trainer(tmp_path, kept, callback, **{"max_epochs": 6, **DOUBLE, **options}).fit(module, loader())
     check_moments(callback, expected(kept))
     assert torch.equal(flat(module), callback.posterior.mean)
     assert not torch.equal(flat(module), kept.steps[-1])
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_posterior_is_that_of_the_authors_formulas(task: str, rank: int, tmp_path: Path) -> None:
+    """Draws as the authors make them, the Gaussian over outputs, and the density, from snapshots kept by hand."""
+    kept, module = Kept(), LitNet(task)
+    callback = SWAGCallback(TASKS[task], rank=rank, scale=1.7, start=0, every_n_steps=1, network="net")
+    trainer(tmp_path, kept, callback, max_epochs=3, **DOUBLE).fit(module, loader(task))
+    posterior, path = callback.posterior, kept.steps
+    Σ, P = authors_covariance(path, rank, 1.7), len(path[0])
+    torch.testing.assert_close(posterior.precision.inverse_diagonal(), Σ.diagonal(), rtol=1e-6, atol=1e-18)
+    J, x = jacobian(module.net, real(5, 3, seed=3)), real(5, 3, seed=3)
+    torch.testing.assert_close(posterior.functional(x)[1], J @ Σ @ J.mT, rtol=1e-6, atol=1e-12)
+    θ = posterior.mean + 1e-3 * real(P, seed=4)
+    expected = torch.distributions.MultivariateNormal(posterior.mean, Σ).log_prob(θ)
+    torch.testing.assert_close(posterior.log_prob(θ), expected, rtol=1e-6, atol=1e-6)
+
+    generator = seeded(5)
+    z = torch.randn(7, P, generator=generator, dtype=torch.float64)
+    variance = torch.stack(path).var(0, correction=0)
+    draws = 1.7 * variance.sqrt() * z
+    if rank:
+        steps = range(len(path) - rank, len(path))
+        D = torch.stack([path[s] - torch.stack(path[: s + 1]).mean(0) for s in steps], 1)
+        z2 = torch.randn(7, rank, generator=generator, dtype=torch.float64)
+        draws = (draws + 1.7 * z2 @ D.mT / (rank - 1) ** 0.5) / 2**0.5
+    torch.testing.assert_close(posterior.sample(7, seeded(5)) - posterior.mean, draws, rtol=1e-6, atol=1e-12)
+
+
+def test_a_weight_that_is_unfrozen_has_no_deviations_before(tmp_path: Path) -> None:
+    """Deviations of frozen weights would be as large as those of a whole pretrained network, and are zero."""
+    kept, module, callback = Kept(), LitNet(), SWAGCallback(start=0, every_n_steps=1)
+
+    class Unfreeze(L.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.net[0].weight.requires_grad_(trainer.current_epoch == 1)
+
+    trainer(tmp_path, Unfreeze(), kept, callback, **DOUBLE).fit(module, loader())
+    assert [len(part) for part in callback.state_dict()["moments"]["deviations"]] == [3, 3, 3, 4, 4, 4]
+    check_moments(callback, kept.steps)
+
+
+def test_a_deep_ensemble_of_them_is_multiswag(tmp_path: Path) -> None:
+    callbacks = [SWAGCallback(start=0, every_n_steps=1) for _ in range(2)]
+    for seed, callback in enumerate(callbacks):
+        trainer(tmp_path, callback, **DOUBLE).fit(LitNet(seed=seed), loader())
+    x, generator = real(5, 3, seed=3), seeded(2)
+    found = DeepEnsemble([c.posterior for c in callbacks]).predict(x, BNN(samples=6), generator=seeded(2))
+    drawn = [
+        at_weights(c.posterior.network, c.posterior.sample(1, generator)[0], c.posterior.subset.names, x)
+        for c in callbacks
+        for _ in range(6)
+    ]
+    torch.testing.assert_close(found.probs, torch.stack(drawn).softmax(2).mean(0), rtol=1e-8, atol=1e-10)
 
 
 def test_weights_far_from_zero_lose_no_digits() -> None:
@@ -248,7 +324,7 @@ def test_a_run_that_is_cut_off_goes_on_as_if_it_were_not(tmp_path: Path) -> None
 
     def run(epochs: int, path: str | None, folder: str) -> Any:
         torch.manual_seed(0)
-        module, callback = Classifier().double(), SWAGCallback(start=1, calibrate=None)
+        module, callback = Classifier().double(), SWAGCallback(start=1, calibrate=None, rank=2)
         module.net[3] = nn.Identity()  # no random numbers, which a new run would draw anew
         last = ModelCheckpoint(tmp_path / folder, save_last=True, monitor="val_loss", save_top_k=-1)
         fit = trainer(tmp_path, callback, last, max_epochs=epochs, enable_checkpointing=True, **DOUBLE)
@@ -261,7 +337,8 @@ def test_a_run_that_is_cut_off_goes_on_as_if_it_were_not(tmp_path: Path) -> None
     for path in (middle, half.last_model_path):
         other, resumed, _ = run(4, path, "rest")
         assert torch.equal(flat(other), flat(module))
-        assert torch.equal(resumed.posterior.precision.diagonal(), whole.posterior.precision.diagonal())
+        for name, part in whole.posterior.precision.parts().items():
+            assert name == "shift" or torch.equal(getattr(resumed.posterior.precision, name), part)
         assert torch.equal(other.net[1].running_var, module.net[1].running_var)
     # Nothing is left to train: the posterior is that of the checkpoint, or made of its snapshots.
     other, again, _ = run(4, last.last_model_path, "again")

@@ -78,8 +78,8 @@ def online(task: str) -> GaussianPosterior:
     return callback.posterior
 
 
-def swag(task: str) -> GaussianPosterior:
-    callback = SWAGCallback(TASKS[task], network="net", start=0, every_n_steps=1)
+def swag(task: str, rank: int = 20) -> GaussianPosterior:
+    callback = SWAGCallback(TASKS[task], network="net", start=0, every_n_steps=1, rank=rank)
     _train(LitNet(task), callback)
     return callback.posterior
 
@@ -131,6 +131,7 @@ MAKERS: dict[str, Callable[[str], Any]] = {
     "laplace, subnetwork": subnetwork,
     "swag": swag,
     "ivon": ivon,
+    "swag, rank 0": lambda task: swag(task, rank=0),
     "variational laplace": lambda task: variational(VariationalLaplaceNet, task),
     "variational inference": lambda task: variational(VariationalInferenceNet, task),
     "ensemble": ensemble,

@@ -345,7 +345,8 @@ def test_it_moves_with_all_that_it_holds_and_its_network_is_copied(kind: str) ->
     assert moved.network is not posterior.network
     assert not moved.is_elsewhere()
     held: dict[str, Tensor] = dict(moved.network.named_parameters())
-    held |= {"mean": moved.mean, "precision": moved.precision.diagonal()}
+    precision = moved.precision
+    held |= {"mean": moved.mean, "precision": precision.columns if kind == "swag" else precision.diagonal()}
     if kind in OF_LAPLACE:
         held |= {"curvature": moved.curvature.structure.diagonal(), "prior": moved.prior_precision}
         held |= {} if moved.curvature.gradient is None else {"gradient": moved.curvature.gradient}
@@ -402,6 +403,9 @@ def test_the_summary_has_a_block_for_every_parameter(kind: str, task: str) -> No
         k = posterior.curvature.structure.rank
         assert [(block.form, block.sizes) for block in summary.blocks] == [("lowrank", f"{P}×{k}")]
         assert summary.n_bytes == 8 * (P * k + k)
+    elif kind == "swag":
+        assert [(block.form, block.sizes) for block in summary.blocks] == [("lowrankcovariance", f"{P}×3")]
+        assert summary.n_bytes == 8 * (P + 3 * P)
     else:
         assert {block.form for block in summary.blocks} == {"diagonal"}
         assert summary.n_bytes == 8 * P
@@ -445,7 +449,8 @@ def test_the_summary_has_priors_and_calibration_of_its_own(kind: str) -> None:
 def test_one_line_says_what_it_is(kind: str) -> None:
     posterior = made(kind, "regression")
     word = next((word for word in ("kron", "ekfac", "full", "diag", "lowrank") if word in kind), "diag")
-    word = {"laplace, subnetwork": "full", "with training points": "kron"}.get(kind, word)
+    words = {"laplace, subnetwork": "full", "with training points": "kron", "swag": "lowrankcovariance"}
+    word = words.get(kind, word)
     line = repr(posterior)
     noise = "Gaussian(noise_std=0.6)"
     start = f"{type(posterior).__name__}({word} over {len(posterior.mean)} weights, n_data={N}, likelihood={noise}"

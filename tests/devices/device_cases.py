@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_bayes import (
     GLM,
     IVON,
+    Augmented,
     Bernoulli,
     Categorical,
     Conformal,
@@ -39,6 +40,7 @@ from lightning_bayes import (
     fit_l2m,
     fit_laplace,
     fit_measurements,
+    mc_dropout,
     metrics,
 )
 from lightning_bayes.likelihoods import Likelihood
@@ -254,6 +256,27 @@ def ensemble(device: torch.device, task: str) -> Any:
     return list(map(values, predictions)), evaluate(members, batches(task, seed=3))
 
 
+def dropout(device: torch.device, task: str) -> Any:
+    """A CPU generator's masks are the same on all devices."""
+    with torch.device("cpu"):
+        layers = [nn.Linear(FEATURES, 5), nn.AlphaDropout(0.2), nn.Tanh(), nn.Dropout(0.3), nn.Linear(5, OUTPUTS)]
+        net = filled(nn.Sequential(*layers))
+    predictor = mc_dropout(net.to(device), LIKELIHOODS[task], samples=6).calibrate(batches(task, seed=3))
+    return values(predictor.predict(X.to(device), generator=seeded()))
+
+
+def views(device: torch.device, task: str) -> Any:
+    views = Augmented(laplace(device, task), [lambda x: x, lambda x: x.flip(1)])
+    predictions = [views.predict(X.to(device), p, generator=seeded()) for p in ("glm", "bnn", "map")]
+    return list(map(values, predictions)), evaluate(views, batches(task, seed=3))
+
+
+def copies(device: torch.device) -> Any:
+    """The second device cannot train a batch norm: its kernels do not write running statistics."""
+    members = DeepEnsemble.from_samples(laplace(device), batches(), 3, generator=seeded())
+    return values(members.predict(X.to(device), "map"))
+
+
 def autoencoder(device: torch.device) -> Any:
     with torch.device("cpu"):
         parts = {"encoder": nn.Linear(FEATURES, 2), "decoder": nn.Linear(2, FEATURES)}
@@ -364,6 +387,9 @@ CASES: dict[str, Case] = {
     **{f"conformal {t}": partial(conformal, task=t) for t in LIKELIHOODS},
     **{f"conformal {m}": partial(conformal, task="classification", method=m) for m in ("raps", "lac")},
     **{f"ensemble {t}": partial(ensemble, task=t) for t in ("classification", "regression")},
+    **{f"dropout {t}": partial(dropout, task=t) for t in ("classification", "regression")},
+    **{f"views {t}": partial(views, task=t) for t in ("classification", "regression")},
+    "copies at weight samples": copies,
     "autoencoder": autoencoder,
     **{f"evaluate {t}": partial(evaluated, task=t) for t in LIKELIHOODS},
     **{f"measure {p}": partial(measured, prior=p) for p in ("gaussian", "filters", "tv")},

@@ -20,6 +20,7 @@ from lightning_bayes.options import (
     MAP,
     AutoStructure,
     Diag,
+    Dropout,
     FisherMC,
     FitData,
     Full,
@@ -85,6 +86,7 @@ CASES: dict[type, Case] = {
     ),
     BNN: Case(predictive_option, {"samples": 100}, "bnn", {"samples": 5}, DRAWS),
     MAP: Case(predictive_option, {}, "map"),
+    Dropout: Case(predictive_option, {"samples": 100}, "dropout", {"samples": 5}, DRAWS),
     GP: Case(
         predictive_option,
         {"points": 1000, "outputs": "auto", "link": None, "samples": 100},

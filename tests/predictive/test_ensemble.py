@@ -13,6 +13,7 @@ from helpers.networks import made
 from helpers.options import predictive_of
 from helpers.oracles import jacobian
 from helpers.tensors import TIGHT, real, seeded
+from helpers.untouched import untouched
 from lightning.pytorch.callbacks import ModelCheckpoint
 from predictive_cases import Shaped, linearised_draws, network_draws
 from torch import Tensor, nn
@@ -292,6 +293,39 @@ def test_independent_draws_have_uncorrelated_errors() -> None:
     pairs = [ensemble.predict_each(X_TEST[:1], BNN(samples=1), generator=draws) for _ in range(300)]
     p = torch.stack([torch.stack((a.probs[0, 0], b.probs[0, 0])) for a, b in pairs])  # [300, 2]
     assert p.mT.corrcoef()[0, 1].abs() < 4 / 300**0.5
+
+
+def with_norm() -> LaplacePosterior:
+    network = made(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)))
+    return fit_laplace(network.eval(), [(X, LABELS)], structure="diag", prior_precision=5.0)
+
+
+def test_each_copy_at_a_weight_sample_has_its_own_statistics() -> None:
+    """By hand: averages over batches of 4, 4 and 1, of which the last has no variance and is left out."""
+    posterior = with_norm()
+    with untouched(posterior.network):
+        found = DeepEnsemble.from_samples(posterior, DataLoader(TensorDataset(X, LABELS), 4), 3, generator=seeded(2))
+    generator, probs = seeded(2), []
+    for _ in range(3):
+        A, b, γ, β, W, c = (
+            part.reshape(p.shape)
+            for part, p in zip(
+                posterior.sample(1, generator)[0].split([p.numel() for p in posterior.network.parameters()]),
+                posterior.network.parameters(),
+                strict=True,
+            )
+        )
+        z = X @ A.mT + b
+        mean = (z[:4].mean(0) + z[4:8].mean(0)) / 2
+        variance = (z[:4].var(0) + z[4:8].var(0)) / 2
+        h = torch.tanh((X_TEST @ A.mT + b - mean) / (variance + 1e-5).sqrt() * γ + β)
+        probs.append((h @ W.mT + c).softmax(1))
+    predicted = found.predict(X_TEST, "map")
+    torch.testing.assert_close(predicted.probs, torch.stack(probs).mean(0), **TIGHT)
+    torch.testing.assert_close(predicted.epistemic, torch.stack(probs).var(0, correction=0), **TIGHT)
+    torch.testing.assert_close(found.predict(X_TEST).probs, predicted.probs, **TIGHT)  # the copies have no variance
+    with pytest.raises(PosteriorError, match="the loader is an iterator: pass a DataLoader"):
+        DeepEnsemble.from_samples(posterior, iter([(X, LABELS)]))
 
 
 class TestDenseOutputs:

@@ -16,6 +16,7 @@ from lightning_bayes.structures import (
     Kronecker,
     Layout,
     LowRank,
+    LowRankCovariance,
     Piece,
     RowSpace,
     Structure,
@@ -133,6 +134,10 @@ def row_space(n: int = 3) -> RowSpace:
     return RowSpace.from_rows(rows, torch.tensor(0.4, dtype=F64))
 
 
+def low_rank_covariance(k: int = 3) -> LowRankCovariance:
+    return LowRankCovariance(positive(7, seed=60), random(7, k, seed=61))
+
+
 STRUCTURES: dict[str, Callable[[], Structure]] = {
     "dense": dense,
     "diagonal": diagonal,
@@ -156,6 +161,8 @@ STRUCTURES: dict[str, Callable[[], Structure]] = {
     "row space": row_space,
     "row space, whole": lambda: row_space(9),
     "low rank, nothing but the shift": lambda: low_rank(0),
+    "low rank covariance": low_rank_covariance,
+    "low rank covariance, whole": lambda: low_rank_covariance(9),
 }
 
 
@@ -169,6 +176,8 @@ def like(structure: Structure) -> Structure:
         return RowSpace.from_rows(random(2, structure.size, seed=26), 0.2)
     if isinstance(structure, LowRank):
         return LowRank.from_root(random(structure.size, 2, seed=25), 0.2)
+    if isinstance(structure, LowRankCovariance):
+        return LowRankCovariance(positive(structure.size, seed=62), random(structure.size, 2, seed=63))
     if isinstance(structure, Kronecker):
         factors = ((structure.left, 23), (structure.right, 24))
         return Kronecker(*(same_basis(factor, seed) for factor, seed in factors), 0.1)

@@ -15,7 +15,7 @@ No temperatures.
 | last layer | full covariance over the last layer's 650 weights |
 | MC dropout | the network's own dropout, 50 samples |
 | ensemble | of 3 networks |
-| SWAG | diagonal, 50 samples around the averaged weights |
+| SWAG, SWAG with rank 20 | diagonal, and with the last 20 deviations; 50 samples around the averaged weights |
 
     python -m recipes.papers.subnetwork.rotated_mnist              # ten minutes of processor time
     python -m recipes.papers.subnetwork.rotated_mnist --paper      # the paper's network: days, and 30 GB of memory
@@ -45,6 +45,7 @@ from recipes.papers.image_data import read_images
 from recipes.papers.subnetwork.networks import LitNet
 from recipes.program import QUIET, Row, Run, markdown, progress, read_rows, spread, start
 
+RANK = 20  # of the low-rank SWAG
 OWN = "subnetwork by SWAG"
 PAPERS = ("MAP", "diagonal Laplace", OWN, "subnetwork by chance", "MC dropout", "ensemble", "SWAG")
 SCORES = {"nll": "The test NLL by angle:", "ece": "The calibration error (10 bins) by angle:"}
@@ -97,8 +98,9 @@ class Trained:
         module.load_state_dict(self.run.once(f"network {seed}", self._train, seed))
         return module.eval()
 
-    def swag(self, seed: int) -> GaussianPosterior:
-        state = self.run.once(f"SWAG {seed}", self._train_further, seed)
+    def swag(self, seed: int, rank: int = 0) -> GaussianPosterior:
+        step = f"SWAG {seed}" + (f", rank {rank}" if rank else "")
+        state = self.run.once(step, self._train_further, seed, rank)
         network = self._new().net.eval()
         network.load_state_dict(state["network"])
         return GaussianPosterior.from_state_dict(network, state["posterior"])
@@ -109,16 +111,15 @@ class Trained:
         self._fit(module, self.run.settings.epochs)
         return module.state_dict()
 
-    def _train_further(self, seed: int) -> dict[str, Any]:
+    def _train_further(self, seed: int, rank: int) -> dict[str, Any]:
         """Continue training at a constant learning rate and take four snapshots per epoch."""
         module = self.module(seed)
         L.seed_everything(seed, verbose=False)
         further = copy.deepcopy(module).train()
         further.constant = 0.01
         every = max(1, len(self.data) // 50 // 4)
-        swag = SWAGCallback(
-            network="net", start=0, every_n_steps=every, save=False, predictive=BNN(samples=self.run.settings.samples)
-        )
+        predictive = BNN(samples=self.run.settings.samples)
+        swag = SWAGCallback(network="net", rank=rank, start=0, every_n_steps=every, save=False, predictive=predictive)
         self._fit(further, self.run.settings.swag_epochs, swag)
         return {"network": swag.posterior.network.state_dict(), "posterior": swag.posterior.state_dict()}
 
@@ -166,8 +167,8 @@ def ensemble(trained: Trained, seed: int) -> Method:
     return lambda x: torch.stack([member(x) for member in members]).mean(0)
 
 
-def swag(trained: Trained, seed: int) -> Method:
-    posterior, samples = trained.swag(seed), trained.run.settings.samples
+def swag(trained: Trained, seed: int, rank: int = 0) -> Method:
+    posterior, samples = trained.swag(seed, rank), trained.run.settings.samples
     return lambda x: posterior.predict(x, BNN(samples=samples)).probs
 
 
@@ -181,6 +182,7 @@ METHODS: dict[str, Callable[[Trained, int], Method]] = {
     "MC dropout": dropout,
     "ensemble": ensemble,
     "SWAG": swag,
+    "SWAG with rank 20": partial(swag, rank=RANK),
 }
 
 
@@ -188,7 +190,8 @@ METHODS: dict[str, Callable[[Trained, int], Method]] = {
 
 
 def measure(name: str, seed: int, trained: Trained, rotated: Mapping[int, Tensor], y: Tensor) -> Iterator[Row]:
-    trained.swag(seed)  # a method's random numbers do not depend on earlier training
+    for rank in (0, RANK):
+        trained.swag(seed, rank)  # a method's random numbers do not depend on earlier training
     L.seed_everything(seed, verbose=False)
     method = METHODS[name](trained, seed)
     for angle, x in rotated.items():
