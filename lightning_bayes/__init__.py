@@ -16,6 +16,7 @@ from lightning_bayes.mixins import (
     LogSigmaMultiplierMixin,
     VariationalInferenceMixin,
     VariationalLaplaceMixin,
+    VariationalLastLayerMixin,
     replace_activations,
 )
 from lightning_bayes.network.messages import BayesWarning
@@ -80,6 +81,7 @@ __all__ = [
     "Tuning",
     "VariationalInferenceMixin",
     "VariationalLaplaceMixin",
+    "VariationalLastLayerMixin",
     "evaluate",
     "fit",
     "fit_l2m",
