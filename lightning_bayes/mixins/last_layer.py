@@ -227,7 +227,7 @@ class LastLayerGaussian(GaussianWeights):
         trained = {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
         untrained = [f"last_layer_gaussian.{name}" for name, p in self.extra.items() if p not in trained]
         if untrained and trained:
-            warn(f"no optimizer has {format_names(untrained)}: give it self.extra()")
+            warn(f"no optimizer has {format_names(untrained)}: give it self.parameters()")
 
     def add_missing_log_sigma(self, weights: dict[str, Tensor]) -> None:
         super().add_missing_log_sigma(weights)

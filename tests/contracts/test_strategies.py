@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.training import LitNet, loader, trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from posterior_kinds import VariationalInferenceNet, VariationalLaplaceNet
+from posterior_kinds import VariationalInferenceNet, VariationalLaplaceNet, VariationalLastLayerNet
 
 from lightning_bayes import (
     L2MCallback,
@@ -30,7 +30,11 @@ CALLBACKS: dict[str, Any] = {
     "swag": lambda: SWAGCallback(),
     "l2m": lambda: L2MCallback(),
 }
-VARIATIONAL = {"variational Laplace": VariationalLaplaceNet, "variational inference": VariationalInferenceNet}
+VARIATIONAL = {
+    "variational Laplace": VariationalLaplaceNet,
+    "variational inference": VariationalInferenceNet,
+    "variational last layer": VariationalLastLayerNet,
+}
 STRATEGIES = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 RUNS = {  # under ModelParallelStrategy, on real processes
     ("laplace last layer", "ModelParallelStrategy"),

@@ -21,6 +21,7 @@ from lightning_bayes import (
     SWAGCallback,
     VariationalInferenceMixin,
     VariationalLaplaceMixin,
+    VariationalLastLayerMixin,
 )
 
 pytestmark = [
@@ -34,6 +35,10 @@ class VariationalLaplace(LogSigmaMultiplierMixin, VariationalLaplaceMixin, Lit):
 
 
 class VariationalInference(VariationalInferenceMixin, Lit):
+    pass
+
+
+class VariationalLastLayer(VariationalLastLayerMixin, Lit):
     pass
 
 
@@ -54,6 +59,7 @@ METHODS: dict[str, Any] = {
     "variational laplace": lambda task: (variational(VariationalLaplace, task), None),
     "variational laplace by differences": lambda t: (variational(VariationalLaplace, t, method="two_passes"), None),
     "variational inference": lambda task: (variational(VariationalInference, task), None),
+    "variational last layer": lambda task: (variational(VariationalLastLayer, task), None),
 }
 
 
