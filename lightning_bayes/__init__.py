@@ -17,6 +17,7 @@ from lightning_bayes.mixins import (
     LogSigmaMultiplierMixin,
     VariationalInferenceMixin,
     VariationalLaplaceMixin,
+    VariationalLastLayerMixin,
     replace_activations,
 )
 from lightning_bayes.network.messages import BayesWarning
@@ -95,6 +96,7 @@ __all__ = [
     "Tuning",
     "VariationalInferenceMixin",
     "VariationalLaplaceMixin",
+    "VariationalLastLayerMixin",
     "evaluate",
     "fit",
     "fit_l2m",

@@ -50,6 +50,7 @@ def test_every_public_call_has_a_table() -> None:
         "Bernoulli": "no arguments",
         "HeteroscedasticGaussian": "no arguments",
         "VariationalInferenceMixin": "the same arguments as VariationalLaplaceMixin",
+        "VariationalLastLayerMixin": "the same arguments as VariationalLaplaceMixin",
         "LogSigmaMultiplierMixin": "in the table of VariationalLaplaceMixin",
         "BayesWarning": "a warning",
         "MetricInputError": "an error",

@@ -33,7 +33,7 @@ NAMES = {
         MCDropout Conformal
         Categorical Bernoulli Gaussian HeteroscedasticGaussian LinearMeasurement
         LaplaceCallback L2MCallback OnlineLaplaceCallback MarginalLikelihoodCallback SWAGCallback IVON IVONCallback
-        VariationalLaplaceMixin VariationalInferenceMixin LogSigmaMultiplierMixin BayesWarning
+        VariationalLaplaceMixin VariationalInferenceMixin VariationalLastLayerMixin LogSigmaMultiplierMixin BayesWarning
         Full Kron EKFAC Diag LowRank FisherMC Prior GLM BNN GP MAP Dropout Tuning Learning Memory Network FitData
         Subnetwork
     """,
@@ -111,6 +111,7 @@ LaplaceCallback.fit_now(trainer, module, dataloader, *, val_dataloader=None)
 VariationalLaplaceMixin.vl_loss(f, y, y_sampled=None)
 VariationalLaplaceMixin.__init__(*, variational=None)
 VariationalInferenceMixin.__init__(*, variational=None)
+VariationalLastLayerMixin.__init__(*, variational=None)
 LogSigmaMultiplierMixin.__init__(*, log_sigma_multiplier=10.0)
 LaplaceCallback(likelihood='classification', *, structure='auto', subset='auto', curvature='auto', \
 prior_precision=1.0, prior=None, tune='auto', weights='both', data=None, predictive='glm', name='laplace')

@@ -226,6 +226,14 @@ class Likelihood(ABC):
     def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """The mean and the variance of `y` given `f`, each in the shape of `y` (one-hot for classes)."""
 
+    def nll_bound_per_example(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        """An upper bound of `E_f[−log p(yₙ | fₙ)]` for independent outputs `f ~ N(mean, variance)`, without samples.
+        # [B, …], [B, …] -> [B]"""
+        raise LikelihoodError(
+            f"{type(self).__name__} has no bound of its expected negative log-likelihood: use Categorical, Bernoulli, "
+            "Gaussian or HeteroscedasticGaussian, or define nll_bound_per_example."
+        )
+
     def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """`diag Λ` in the shape of `f`."""
         return self.fisher_root(f, y).square().sum(0)

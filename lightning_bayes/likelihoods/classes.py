@@ -49,7 +49,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, softplus
 
 from lightning_bayes.arguments import integer
 from lightning_bayes.likelihoods.base import (
@@ -90,6 +90,13 @@ class Categorical(Likelihood):
         observed, index = self._classes(y)
         log_p = f.log_softmax(1).gather(1, index).squeeze(1)  # [B, *positions]
         return sum_per_example(log_p.masked_fill(~observed, 0))
+
+    def nll_bound_per_example(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        """`log Σ_c exp(m_c + ½ v_c) − m_y`, by Jensen's inequality."""
+        m = self._outputs(mean, y)
+        observed, index = self._classes(y)
+        bound = (m + 0.5 * variance).logsumexp(1) - m.gather(1, index).squeeze(1)  # [B, *positions]
+        return sum_per_example(bound.masked_fill(~observed, 0))
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         f = self._outputs(f, y)
@@ -272,6 +279,11 @@ class Bernoulli(Likelihood):
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
         f = self._outputs(f, y)
         return sum_per_example(logsigmoid((2 * _labels(y).to(f.dtype) - 1) * f))
+
+    def nll_bound_per_example(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        """`log(1 + exp(m + ½ v)) − y m`, that of two classes with the logits 0 and `f`."""
+        m = self._outputs(mean, y)
+        return sum_per_example(softplus(m + 0.5 * variance) - _labels(y).to(m.dtype) * m)
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         f = self._outputs(f, y)

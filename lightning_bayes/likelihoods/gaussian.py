@@ -33,6 +33,7 @@ from lightning_bayes.likelihoods.outputs import (
     standard_normal,
     sum_per_example,
     vector,
+    widen,
 )
 from lightning_bayes.network.float64 import cast_like, in_float64
 
@@ -98,6 +99,8 @@ class Gaussian(RealTargets):
 
     def __post_init__(self) -> None:
         σ = self._σ
+        if σ.requires_grad:  # a noise that training learns: reading its value would wait for the device
+            return
         bad = ~((σ > 0) & σ.isfinite())
         if bad.any():
             raise LikelihoodError(f"Gaussian needs a positive, finite noise_std, got {σ[bad].flatten()[0].item()}.")
@@ -109,6 +112,11 @@ class Gaussian(RealTargets):
         f = self._outputs(f, y)
         σ = self._noise(f)
         return sum_per_example(-0.5 * ((y.to(f.dtype) - f) / σ).square() - σ.log() - 0.5 * math.log(2 * math.pi))
+
+    def nll_bound_per_example(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        """`−log p(y | m) + ½ v/σ²`, exact."""
+        spread = 0.5 * variance / self._noise(widen(mean)).square()
+        return sum_per_example(spread) - self.log_likelihood_per_example(mean, y)
 
     def squared_error(self, f: Tensor, y: Tensor) -> Tensor:
         f = in_float64(self._outputs(f, y))
@@ -177,6 +185,13 @@ class HeteroscedasticGaussian(RealTargets):
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
         error, s = self._errors(f, y)
         return sum_per_example(-0.5 * error.square() * (-s).exp() - 0.5 * s - 0.5 * math.log(2 * math.pi))
+
+    def nll_bound_per_example(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        """`½ ((y − m)² + v_m) e^{−s + ½ v_s} + ½ s + ½ log 2π`, exact."""
+        error, s = self._errors(mean, y)
+        v_m, v_s = variance.chunk(2, 1)
+        precision = (0.5 * v_s - s).exp()
+        return sum_per_example(0.5 * ((error.square() + v_m) * precision + s + math.log(2 * math.pi)))
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         error, s = self._errors(f, y)

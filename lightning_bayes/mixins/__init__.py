@@ -3,6 +3,7 @@ together."""
 
 from lightning_bayes.mixins.activations import replace_activations, warn_piecewise_linear
 from lightning_bayes.mixins.gaussian_weights import PatternError, PriorStdError, VariationalError
+from lightning_bayes.mixins.last_layer import VariationalLastLayerMixin
 from lightning_bayes.mixins.multiplier import LogSigmaMultiplierMixin, MultiplierError
 from lightning_bayes.mixins.training_step import StepError
 from lightning_bayes.mixins.variational import OptionError, VariationalMixin, VariationalOptions
@@ -19,6 +20,7 @@ __all__ = [
     "VariationalError",
     "VariationalInferenceMixin",
     "VariationalLaplaceMixin",
+    "VariationalLastLayerMixin",
     "VariationalMixin",
     "VariationalOptions",
     "replace_activations",

@@ -1,4 +1,4 @@
-"""`VariationalMixin`: a LightningModule with a Gaussian over its weights; the base of both variational mixins.
+"""`VariationalMixin`: a LightningModule with a Gaussian over its weights; the base of the variational mixins.
 
 `VariationalOptions` are the keys of `variational={…}`. The mixin defines the public names and Lightning hooks of the
 module. The work is done by `GaussianWeights`, its one private attribute `_variational`, and by `VariationalCallback`,
@@ -33,8 +33,12 @@ else:
     MixinBase = object  # at run time, a mixin needs no base, because it is combined with the user's LightningModule
 LossWord = Literal["returned", "likelihood"]
 EstimatorWord = Literal["fisher", "empirical", "hessian"]
+CovarianceWord = Literal["dense", "diagonal"]
 StepMethod = Literal["auto", "exact", "finite_difference", "two_passes"]
 _KEY = "variational"  # the key of the mixin's state in a checkpoint
+# Options of Variational Laplace, of variational inference, and of a variational last layer
+CURVATURE, SAMPLING = ("estimator", "method"), ("train_samples", "local_reparameterization")
+LAST_LAYER = ("covariance", "learn_noise")
 _NOT_KEYS = ("save", "calibrate", "progress")  # options that only callbacks have
 
 
@@ -62,10 +66,13 @@ class VariationalOptions(UseOptions):
         method: how Variational Laplace computes its step: "auto", "exact", "finite_difference" or "two_passes".
         train_samples: weight samples per training step of variational inference.
         local_reparameterization: sample the outputs of linear and convolutional layers instead of their weights.
-        name: suffix of the logged numbers; "vl" or "vi" by default.
+        covariance: of each output's weights in a variational last layer: "dense" or "diagonal".
+        learn_noise: learn the noise of a regression with the variational last layer, from `noise_std` of the likelihood
+            on; the loss that `training_step` returns is then ignored.
+        name: suffix of the logged numbers; "vl", "vi" or "vbll" by default.
         predictive: what `test` and `predict` use: "mean" or "map" (the network at the mean weights), "bnn" (weight
             samples) or "glm" (the linearised network), or an option. The default is `BNN(samples=10)` for variational
-            inference and `GLM(samples=10)` for Variational Laplace.
+            inference, `GLM(samples=10)` for Variational Laplace, and `GLM()` for a variational last layer.
         ood: whether dataloaders after the first have out-of-distribution data.
         plots: write reliability diagrams (calibration curves for regression) to the logger, or as PNG files.
         predict_step: "replace" the module's own step in `trainer.predict`, "keep" it, or return "both".
@@ -81,6 +88,8 @@ class VariationalOptions(UseOptions):
     method: StepMethod = "auto"
     train_samples: int = 1
     local_reparameterization: bool = False
+    covariance: CovarianceWord = "dense"
+    learn_noise: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,6 +98,7 @@ class VariationalOptions(UseOptions):
         self.likelihood.choose_link(self.predictive.link)  # raises an error for an unknown link
         word("loss", self.loss, get_args(LossWord))
         word("estimator", self.estimator, get_args(EstimatorWord))
+        word("covariance", self.covariance, get_args(CovarianceWord))
         word("method", self.method, get_args(StepMethod))
         if self.estimator == "hessian" and self.method in ("finite_difference", "two_passes"):
             raise ValueError("estimator='hessian' has no finite-difference form: use method='exact'")
@@ -96,6 +106,7 @@ class VariationalOptions(UseOptions):
         count("train_samples", self.train_samples)
         count("n_data", 1 if self.n_data is None else self.n_data)
         flag("local_reparameterization", self.local_reparameterization)
+        flag("learn_noise", self.learn_noise)
 
 
 def options_from(
@@ -150,7 +161,7 @@ def plain(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class VariationalMixin(MixinBase):
-    """Weights with a Gaussian each; the base of `VariationalLaplaceMixin` and `VariationalInferenceMixin`."""
+    """Weights with a Gaussian each; the base of the variational mixins."""
 
     log_sigma: LogSigma
     _variational: GaussianWeights
@@ -165,7 +176,7 @@ class VariationalMixin(MixinBase):
 
     @property
     def posterior(self) -> GaussianPosterior:
-        """`N(μ, diag σ²)` over the network's current weights."""
+        """`N(μ, diag σ²)` over the network's current weights; for a variational last layer, with its covariances."""
         return self._variational.posterior()
 
     def weights_and_log_sigma(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
@@ -193,12 +204,14 @@ def make_variational(
     name: str,
     predictive: PredictiveOption,
     unused: tuple[str, ...],
+    gaussian: type[GaussianWeights] = GaussianWeights,
 ) -> None:
-    """Make the module variational: called in the `__init__` of a mixin. For the arguments see `options_from`."""
+    """Make the module variational, with a `gaussian` over its weights: called in the `__init__` of a mixin. For the
+    other arguments see `options_from`."""
     options = options_from(given, name=name, predictive=predictive, unused=unused)
     # `load_from_checkpoint` finds the options here, even if the user's module saves no hyperparameters.
     module.hparams["variational"] = plain(given)
-    module._variational = GaussianWeights(module, options)
+    module._variational = gaussian(module, options)
     module.log_sigma = module._variational.log_sigma
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import format_names
 from lightning_bayes.mixins.gaussian_weights import GaussianWeights
 from lightning_bayes.mixins.training_step import Gradients, Step, StepError, run_step
-from lightning_bayes.mixins.variational import VariationalMixin, make_variational
+from lightning_bayes.mixins.variational import CURVATURE, LAST_LAYER, VariationalMixin, make_variational
 from lightning_bayes.network import Processes, private
 from lightning_bayes.network.borrowed import at_weights, kept_buffers
 from lightning_bayes.network.subset import flat, parts
@@ -51,7 +51,7 @@ class VariationalInferenceMixin(VariationalMixin):
 
     def __init__(self, *args: Any, variational: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        make_variational(self, variational, name="vi", predictive=BNN(samples=10), unused=("estimator", "method"))
+        make_variational(self, variational, name="vi", predictive=BNN(samples=10), unused=(*CURVATURE, *LAST_LAYER))
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
         """Run your step at sampled weights, and add the KL divergence to its loss."""

@@ -47,7 +47,7 @@ from lightning_bayes.mixins.training_step import (
     with_known_gradient,
     without_wrong,
 )
-from lightning_bayes.mixins.variational import VariationalMixin, make_variational
+from lightning_bayes.mixins.variational import LAST_LAYER, SAMPLING, VariationalMixin, make_variational
 from lightning_bayes.network import Processes, private
 from lightning_bayes.network.borrowed import at_weights
 from lightning_bayes.network.float64 import widest
@@ -75,8 +75,7 @@ class VariationalLaplaceMixin(VariationalMixin):
 
     def __init__(self, *args: Any, variational: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        unused = ("train_samples", "local_reparameterization")
-        make_variational(self, variational, name="vl", predictive=GLM(samples=10), unused=unused)
+        make_variational(self, variational, name="vl", predictive=GLM(samples=10), unused=(*SAMPLING, *LAST_LAYER))
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
         """Run your step, and return the Variational Laplace loss instead of the negative log-likelihood."""

@@ -6,7 +6,7 @@ from lightning_bayes.structures.block_diagonal import BlockDiagonal
 from lightning_bayes.structures.dense import Dense
 from lightning_bayes.structures.diagonal import Diagonal
 from lightning_bayes.structures.factor import Factor, Gram
-from lightning_bayes.structures.kronecker import EKFAC, EKFACBlockDiagonal, Kronecker
+from lightning_bayes.structures.kronecker import EKFAC, EKFACBlockDiagonal, Kronecker, PerOutput, PerOutputBlockDiagonal
 from lightning_bayes.structures.low_rank import LowRank
 from lightning_bayes.structures.low_rank_covariance import LowRankCovariance
 from lightning_bayes.structures.output_covariance import CovarianceForm, JacobianColumns, layer_jacobian
@@ -29,6 +29,8 @@ __all__ = [
     "Layout",
     "LowRank",
     "LowRankCovariance",
+    "PerOutput",
+    "PerOutputBlockDiagonal",
     "Piece",
     "RowSpace",
     "ShardedDiagonal",

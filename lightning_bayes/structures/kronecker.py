@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_bayes.network.float64 import cast_like, in_float64
+from lightning_bayes.network.float64 import cast_like, eigh, in_float64
 from lightning_bayes.structures.base import Eigenbasis, Structure, StructureError, cached_outside_graphs, positive
 from lightning_bayes.structures.block_diagonal import BlockDiagonal
 from lightning_bayes.structures.factor import Factor
@@ -102,9 +102,7 @@ class Kronecker(Structure):
         return self._diagonal_of(positive(self.values).reciprocal())
 
     def __add__(self, other: Kronecker) -> Kronecker:
-        self._check_same_form(other)
-        if self.shape != other.shape:
-            raise StructureError(f"cannot add Kronecker products of shapes {self.shape} and {other.shape}")
+        self._checked(other)
         if self.left.vectors is not other.left.vectors or self.right.vectors is not other.right.vectors:
             raise StructureError(
                 "the sum of two Kronecker products in different bases is not a Kronecker product: "
@@ -132,6 +130,8 @@ class Kronecker(Structure):
     def _checked(self, other: Structure) -> Kronecker:
         self._check_same_form(other)
         assert isinstance(other, Kronecker)
+        if self.shape != other.shape:
+            raise StructureError(f"cannot add Kronecker products of shapes {self.shape} and {other.shape}")
         return other
 
     def _summed(self, other: Kronecker, share: float | Tensor, rest: float | Tensor, keep_matrix: bool) -> Kronecker:
@@ -409,8 +409,57 @@ class EKFAC(Kronecker):
 
 
 @dataclass(frozen=True, eq=False)
+class PerOutput(Kronecker):
+    """A dense matrix `M_o` for each output of a layer, stored as a group with one row each: the layer `[1, O, I]` is
+    read as `[O, 1, I]`."""
+
+    name: ClassVar[str] = "PerOutput"
+
+    @staticmethod
+    def from_covariance_roots(L: Tensor) -> PerOutput:
+        """`M_o = (L_o L_oᵀ)⁻¹`.  # [O, I, I]"""
+        roots = in_float64(L)
+        values, Q = eigh(roots @ roots.mT, "a covariance", allow_float32=False)
+        right = Factor(cast_like(Q, L), cast_like(positive(values).reciprocal(), L))
+        return PerOutput(Factor(None, torch.ones_like(L[:, 0, :1])), right)
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.shape[0]} of {self.right.size}×{self.right.size}"
+
+    @classmethod
+    def input_basis(cls, blocks: Sequence[Kronecker], g: Tensor) -> Tensor | None:
+        return None
+
+    @classmethod
+    def output_covariances(
+        cls, blocks: Sequence[Kronecker], a: Tensor, g: Tensor, form: CovarianceForm, in_basis: bool = False
+    ) -> list[Tensor]:
+        O = blocks[0].shape[0]
+        return super().output_covariances(blocks, a.expand(O, -1, -1, -1), g[:, 0].movedim(-1, 1).unsqueeze(-1), form)
+
+    def input_factor(self, rows: Tensor) -> Factor:
+        """`Σ_o M_o`"""
+        Q = self.right.vectors
+        assert Q is not None
+        return Factor.from_matrix((Q * self.values @ Q.mT).sum(0, keepdim=True))
+
+    def _summed(self, other: Kronecker, share: float | Tensor, rest: float | Tensor, keep_matrix: bool) -> Kronecker:
+        total = super()._summed(other, share, rest, keep_matrix)
+        return PerOutput(total.left, total.right, total.shift)
+
+
+@dataclass(frozen=True, eq=False)
 class EKFACBlockDiagonal(BlockDiagonal):
     """A block-diagonal matrix fitted by `structure="ekfac"`."""
 
     name: ClassVar[str] = "EKFACBlockDiagonal"
     word: ClassVar[str] = "ekfac"
+
+
+@dataclass(frozen=True, eq=False)
+class PerOutputBlockDiagonal(BlockDiagonal):
+    """Layers with a dense matrix for each output."""
+
+    name: ClassVar[str] = "PerOutputBlockDiagonal"
+    word: ClassVar[str] = "full"

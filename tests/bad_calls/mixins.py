@@ -10,8 +10,14 @@ from torch import nn
 from bad_calls.callbacks import FLAG, POSITIVE, counts, shared, words
 from bad_calls.cases import LitNet as Lit
 from bad_calls.cases import Of, Table
-from lightning_bayes import LogSigmaMultiplierMixin, VariationalInferenceMixin, VariationalLaplaceMixin
+from lightning_bayes import (
+    LogSigmaMultiplierMixin,
+    VariationalInferenceMixin,
+    VariationalLaplaceMixin,
+    VariationalLastLayerMixin,
+)
 from lightning_bayes.mixins import VariationalOptions, replace_activations, warn_piecewise_linear
+from lightning_bayes.mixins.variational import CURVATURE, LAST_LAYER, SAMPLING
 
 
 class VL(LogSigmaMultiplierMixin, VariationalLaplaceMixin, Lit):
@@ -19,6 +25,10 @@ class VL(LogSigmaMultiplierMixin, VariationalLaplaceMixin, Lit):
 
 
 class VI(LogSigmaMultiplierMixin, VariationalInferenceMixin, Lit):
+    pass
+
+
+class LastLayer(VariationalLastLayerMixin, Lit):
     pass
 
 
@@ -34,22 +44,23 @@ def _options(kind: type, unused: tuple[str, ...]) -> Table:
         table("beta", bad, f"{POSITIVE}, got {bad!r}")
     for bad in (0.0, -1.0, math.nan, "hee", True, None):
         table("prior_std", bad, f"must be a positive number or one of 'he', 'weight_decay', got {bad!r}")
-    table("prior_std", {"net.0": 1.0}, "has no entry for net.2.weight", "add a pattern")
+    table("prior_std", {"net.*.bias": 1.0}, "has no entry for", "net.2.weight", "add a pattern")
     table("prior_std", {"head": 1.0, "*": 1.0}, "no parameter matches the pattern 'head'")
     table("prior_std", {"*": -2.0}, "got -2.0")
     counts(table, "n_data")
     table("network", 3, "must be the dotted name of a submodule, got 3")
     table("network", "nett", "has no submodule 'nett'", "its submodules are: net")
-    table("deterministic", ["nett"], "no parameter matches the pattern 'nett'")
-    table("deterministic", ["*"], "every weight is deterministic")
-    table("deterministic", 3, "must be a list of name patterns, got 3")
-    table("deterministic", [3], "must be a list of name patterns, got [3]")
+    if "deterministic" not in unused:
+        table("deterministic", ["nett"], "no parameter matches the pattern 'nett'")
+        table("deterministic", ["*"], "every weight is deterministic")
+        table("deterministic", 3, "must be a list of name patterns, got 3")
+        table("deterministic", [3], "must be a list of name patterns, got [3]")
     words(table, "loss")
     table("predictive", "gp", "keeps no training points for predictive='gp': use LaplaceCallback")
     return table
 
 
-vl = _options(VL, ("train_samples", "local_reparameterization"))
+vl = _options(VL, (*SAMPLING, *LAST_LAYER))
 vl("estimator", "ggn", "unknown estimator 'ggn': use one of 'fisher', 'empirical', 'hessian'")
 vl("estimator", None, "unknown estimator None: use one of 'fisher'")
 vl("estimator", "hessian", "has no finite-difference form: use method='exact'", method="finite_difference")
@@ -58,11 +69,16 @@ vl("method", "fast", "unknown method 'fast': use one of 'auto', 'exact', 'finite
 vl("train_samples", 2, "variational has no key 'train_samples': use 'name'")
 vl("betta", 1.0, "variational has no key 'betta': use 'name'")
 
-vi = _options(VI, ("estimator", "method"))
+vi = _options(VI, (*CURVATURE, *LAST_LAYER))
 counts(vi, "train_samples")
 vi("local_reparameterization", "no", f"{FLAG}, got 'no'")
 vi("estimator", "fisher", "variational has no key 'estimator'")
 vi("curvature", "fisher", "variational has no key 'curvature'")
+
+last_layer = _options(LastLayer, (*CURVATURE, *SAMPLING, "deterministic"))
+words(last_layer, "covariance")
+last_layer("learn_noise", "no", f"{FLAG}, got 'no'")
+last_layer("deterministic", ["net.0"], "variational has no key 'deterministic'")
 
 variational = Table("VariationalLaplaceMixin", lambda t, **given: VL(**given), ["variational"])
 variational("variational", "classification", "must be a dictionary of options, got 'classification'")
@@ -133,4 +149,4 @@ warning("module", "net", "module must be an nn.Module, got 'net'")
 warning("example", torch.zeros(2, 7), "Sequential cannot be run on an input of shape [2, 7]")
 warning("example", "abc", "must contain a tensor with a batch dimension")
 
-MIXINS = [vl, vi, variational, modules, vl_loss, replacing, warning]
+MIXINS = [vl, vi, last_layer, variational, modules, vl_loss, replacing, warning]

@@ -20,6 +20,7 @@ from lightning_bayes import (
     SWAGCallback,
     VariationalInferenceMixin,
     VariationalLaplaceMixin,
+    VariationalLastLayerMixin,
     fit_l2m,
     fit_laplace,
 )
@@ -34,6 +35,10 @@ class VariationalLaplaceNet(VariationalLaplaceMixin, LitNet):
 
 
 class VariationalInferenceNet(VariationalInferenceMixin, LitNet):
+    decay = 0.0
+
+
+class VariationalLastLayerNet(VariationalLastLayerMixin, LitNet):
     decay = 0.0
 
 
@@ -100,8 +105,8 @@ def subnetwork(task: str) -> GaussianPosterior:
     return fit_laplace(LitNet(task).net, loader(task), TASKS[task], subset=Subnetwork(7), prior_precision=2.0)
 
 
-def variational(kind: Any, task: str) -> GaussianPosterior:
-    module = kind(task, variational={"likelihood": TASKS[task], "network": "net"})
+def variational(kind: Any, task: str, **options: Any) -> GaussianPosterior:
+    module = kind(task, variational={"likelihood": TASKS[task], "network": "net", **options})
     _train(module)
     posterior: GaussianPosterior = module.posterior
     return posterior
@@ -134,6 +139,7 @@ MAKERS: dict[str, Callable[[str], Any]] = {
     "swag, rank 0": lambda task: swag(task, rank=0),
     "variational laplace": lambda task: variational(VariationalLaplaceNet, task),
     "variational inference": lambda task: variational(VariationalInferenceNet, task),
+    "variational, last_layer": lambda task: variational(VariationalLastLayerNet, task, learn_noise=False),
     "ensemble": ensemble,
 }
 GAUSSIANS = [kind for kind in MAKERS if kind != "ensemble"]

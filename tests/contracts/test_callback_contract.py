@@ -15,7 +15,7 @@ import torch
 from helpers.tensors import TIGHT, real, seeded
 from helpers.training import FEATURES, OUTPUTS, TASKS, LitNet, dataset, loader, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from posterior_kinds import VariationalInferenceNet, VariationalLaplaceNet
+from posterior_kinds import VariationalInferenceNet, VariationalLaplaceNet, VariationalLastLayerNet
 
 from lightning_bayes import (
     BNN,
@@ -70,6 +70,7 @@ METHODS: dict[str, tuple[Callable[[str], LitNet], Callable[[str], PosteriorCallb
     "ivon": (WithIVON, lambda task: IVONCallback(TASKS[task])),
     "vl": (variational(VariationalLaplaceNet), None),
     "vi": (variational(VariationalInferenceNet), None),
+    "vbll": (variational(VariationalLastLayerNet), None),
 }
 ROWS = [(method, task) for method in METHODS for task in SCORES]
 

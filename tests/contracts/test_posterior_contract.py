@@ -406,6 +406,9 @@ def test_the_summary_has_a_block_for_every_parameter(kind: str, task: str) -> No
     elif kind == "swag":
         assert [(block.form, block.sizes) for block in summary.blocks] == [("lowrankcovariance", f"{P}×3")]
         assert summary.n_bytes == 8 * (P + 3 * P)
+    elif kind == "variational, last_layer":
+        assert [(block.form, block.sizes) for block in summary.blocks] == [("peroutput", "3 of 5×5")]
+        assert summary.n_bytes == 8 * (3 * 25 + 15 + 3)  # eigenvectors, eigenvalues, and the factor one of each output
     else:
         assert {block.form for block in summary.blocks} == {"diagonal"}
         assert summary.n_bytes == 8 * P
@@ -450,7 +453,7 @@ def test_one_line_says_what_it_is(kind: str) -> None:
     posterior = made(kind, "regression")
     word = next((word for word in ("kron", "ekfac", "full", "diag", "lowrank") if word in kind), "diag")
     words = {"laplace, subnetwork": "full", "with training points": "kron", "swag": "lowrankcovariance"}
-    word = words.get(kind, word)
+    word = {**words, "variational, last_layer": "full"}.get(kind, word)
     line = repr(posterior)
     noise = "Gaussian(noise_std=0.6)"
     start = f"{type(posterior).__name__}({word} over {len(posterior.mean)} weights, n_data={N}, likelihood={noise}"

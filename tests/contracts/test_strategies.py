@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.training import LitNet, loader, trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from posterior_kinds import VariationalInferenceNet, VariationalLaplaceNet
+from posterior_kinds import VariationalInferenceNet, VariationalLaplaceNet, VariationalLastLayerNet
 
 from lightning_bayes import (
     IVONCallback,
@@ -32,7 +32,11 @@ CALLBACKS: dict[str, Any] = {
     "l2m": lambda: L2MCallback(),
     "ivon": lambda: IVONCallback(),
 }
-VARIATIONAL = {"variational Laplace": VariationalLaplaceNet, "variational inference": VariationalInferenceNet}
+VARIATIONAL = {
+    "variational Laplace": VariationalLaplaceNet,
+    "variational inference": VariationalInferenceNet,
+    "variational last layer": VariationalLastLayerNet,
+}
 STRATEGIES = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 RUNS = {  # under ModelParallelStrategy, on real processes
     ("laplace last layer", "ModelParallelStrategy"),

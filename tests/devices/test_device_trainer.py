@@ -23,6 +23,7 @@ from lightning_bayes import (
     SWAGCallback,
     VariationalInferenceMixin,
     VariationalLaplaceMixin,
+    VariationalLastLayerMixin,
 )
 
 pytestmark = [
@@ -44,6 +45,10 @@ class WithIVON(Lit):
         return IVON(self.parameters(), betas=(0.8, 0.9), hess_init=3.0)
 
 
+class VariationalLastLayer(VariationalLastLayerMixin, Lit):
+    pass
+
+
 def with_callback(kind: Any, **options: Any) -> Any:
     return lambda task: (Lit(task), kind(LIKELIHOODS[task], progress=False, **options))
 
@@ -62,6 +67,7 @@ METHODS: dict[str, Any] = {
     "variational laplace": lambda task: (variational(VariationalLaplace, task), None),
     "variational laplace by differences": lambda t: (variational(VariationalLaplace, t, method="two_passes"), None),
     "variational inference": lambda task: (variational(VariationalInference, task), None),
+    "variational last layer": lambda task: (variational(VariationalLastLayer, task), None),
 }
 
 

@@ -146,6 +146,32 @@ def test_the_diagonal_of_lambda_needs_no_root(likelihood: Likelihood, monkeypatc
 
 
 @each_case
+def test_the_bound_of_the_expected_nll_is_one(name: str) -> None:
+    """Against the mean over many outputs; exact for Gaussian likelihoods, and for outputs without variance."""
+    likelihood, m, y = make(name)
+    v = real(*m.shape, seed=2).square()
+    bound = likelihood.nll_bound_per_example(m, v, y)
+    draws = torch.stack([m + v.sqrt() * real(*m.shape, seed=100 + n) for n in range(2000)])
+    nll = -torch.stack([likelihood.log_likelihood_per_example(f, y) for f in draws])  # [S, B]
+    slack = (bound - nll.mean(0)) / (nll.std(0) / len(nll) ** 0.5)
+    assert (slack > -4).all()
+    assert (slack < 4).all() if not likelihood.has_probs else (slack > 4).any()
+    at_mean = likelihood.nll_bound_per_example(m, torch.zeros_like(v), y)
+    assert_close(at_mean, -likelihood.log_likelihood_per_example(m, y))
+    assert likelihood.nll_bound_per_example(m.half(), v.float(), y).dtype == torch.float32
+
+
+def test_the_bound_skips_positions_without_a_target() -> None:
+    likelihood, m, y = make("categorical-dense")
+    y[1] = likelihood.ignore_index
+    y[2, 0] = likelihood.ignore_index
+    bound = likelihood.nll_bound_per_example(m, torch.ones_like(m), y)
+    assert bound[1] == 0
+    rest = likelihood.nll_bound_per_example(m[:, :, 1:], torch.ones_like(m[:, :, 1:]), y[:, 1:])
+    assert_close(bound[2], rest[2])
+
+
+@each_case
 def test_residual_is_the_gradient(name: str) -> None:
     likelihood, f, y = make(name)
     f.requires_grad_()

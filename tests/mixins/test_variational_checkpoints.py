@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
-from variational_cases import VI, VL, Lit, dataset, options, trainer
+from variational_cases import VI, VL, LastLayer, Lit, dataset, options, trainer
 
 from lightning_bayes import Gaussian
 from lightning_bayes.mixins import LogSigmaMultiplierMixin, OptionError, VariationalLaplaceMixin
@@ -37,7 +37,7 @@ def fitted(folder: Path, module: Any, epochs: int = 2, path: str | None = None) 
     return keep.last_model_path
 
 
-@pytest.mark.parametrize("kind", [VL, VI])
+@pytest.mark.parametrize("kind", [VL, VI, LastLayer])
 def test_load_from_checkpoint_needs_no_arguments(kind: Any, tmp_path: Path) -> None:
     """The user's module saves no hyperparameters; the mixin saves its own."""
     module = kind(variational=options(n_data=None, prior_std="he"))

@@ -14,7 +14,7 @@ from helpers.processes import Peer, alone_and_together
 from multiplier_cases import Plain, draw, scheduled
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from variational_cases import VI, VL, dataset, options, spread, trainer
+from variational_cases import VI, VL, LastLayer, dataset, options, spread, trainer
 
 from lightning_bayes import LogSigmaMultiplierMixin
 from lightning_bayes.mixins import variational_laplace
@@ -37,7 +37,7 @@ def fit(
 ) -> dict[str, Any]:
     arguments = {**shared(world), "max_epochs": epochs, "accumulate_grad_batches": accumulate, **more}
     run = trainer(folder, **arguments)
-    run.fit(module, in_order(dataset(n=n), world, accumulate))
+    run.fit(module, in_order(dataset(module.task, n), world, accumulate))
     return {
         "weights": {name: t.detach().clone() for name, t in module.state_dict().items()},
         "logged": {key: float(value) for key, value in run.callback_metrics.items()},
@@ -186,6 +186,11 @@ def run(peer: Peer) -> dict[str, Any]:
     results["exact"] = fit(folder, world, spread(VL("residual", variational=options(method="exact")), centre=-2))
     sampled = spread(Seeds("mlp", variational=options()))
     results["vi"] = {**fit(folder, world, sampled), "seeds": sampled.seeds}
+    last = {
+        task: LastLayer("mlp", task, variational=options(task, n_data=None))
+        for task in ("classification", "regression")
+    }
+    results["last layer"] = {task: fit(folder, world, spread(module), n=N) for task, module in last.items()}
     results["counts"] = counts(folder, world)
     results["multiplied"] = multiplied(folder, world)
     return results
@@ -257,6 +262,15 @@ def test_all_processes_have_the_same_weights(results: Any) -> None:
         for key, value in ranks[0][name]["weights"].items():
             if "running" not in key:  # a batch norm's statistics are each process's own
                 assert torch.equal(ranks[1][name]["weights"][key], value), (name, key)
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_a_last_layer_trains_as_on_one_process(results: Any, task: str) -> None:
+    alone, ranks = results
+    assert any("off_diagonal" in name for name in alone["last layer"][task]["weights"])
+    for rank in ranks:
+        for name, value in alone["last layer"][task]["weights"].items():
+            torch.testing.assert_close(rank["last layer"][task]["weights"][name], value, rtol=1e-10, atol=1e-12)
 
 
 def test_finite_differences_and_double_backward_agree_on_two_processes(results: Any) -> None:

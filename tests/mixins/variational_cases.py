@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import Bernoulli, Categorical, Gaussian
-from lightning_bayes.mixins import VariationalInferenceMixin, VariationalLaplaceMixin
+from lightning_bayes.mixins import VariationalInferenceMixin, VariationalLaplaceMixin, VariationalLastLayerMixin
 
 SIDE, CHANNELS = 4, 2  # of the images
 NOISE = 0.6
@@ -123,6 +123,10 @@ class VL(VariationalLaplaceMixin, Lit):
 
 
 class VI(VariationalInferenceMixin, Lit):
+    pass
+
+
+class LastLayer(VariationalLastLayerMixin, Lit):
     pass
 
 

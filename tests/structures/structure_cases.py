@@ -17,6 +17,7 @@ from lightning_bayes.structures import (
     Layout,
     LowRank,
     LowRankCovariance,
+    PerOutput,
     Piece,
     RowSpace,
     Structure,
@@ -93,6 +94,10 @@ def ekfac(g: int = 2, O: int = 3, I: int = 4, shift: float = 0.0) -> EKFAC:
     return EKFAC(basis.left, basis.right, shift, refitted=positive(g, O, I, seed=15))
 
 
+def per_output() -> PerOutput:
+    return PerOutput.from_covariance_roots(torch.linalg.cholesky(spd(3, 4, seed=27)))
+
+
 # Places in a flat vector of 66, in no order: a Linear's [W b] whose bias lies apart, a grouped transposed convolution
 # (stored [g, C, O, k]) with bias, an embedding (stored [V, D]), a dense block in two runs, and a diagonal one.
 LAYOUTS = {
@@ -154,6 +159,7 @@ STRUCTURES: dict[str, Callable[[], Structure]] = {
     "kronecker diagonal factors": diagonal_factors,
     "ekfac": ekfac,
     "ekfac shifted": lambda: ekfac(shift=0.3),
+    "per output": per_output,
     "block diagonal": block_diagonal,
     "ekfac blocks": ekfac_blocks,
     "low rank": low_rank,
@@ -180,7 +186,8 @@ def like(structure: Structure) -> Structure:
         return LowRankCovariance(positive(structure.size, seed=62), random(structure.size, 2, seed=63))
     if isinstance(structure, Kronecker):
         factors = ((structure.left, 23), (structure.right, 24))
-        return Kronecker(*(same_basis(factor, seed) for factor, seed in factors), 0.1)
+        made = PerOutput if isinstance(structure, PerOutput) else Kronecker
+        return made(*(same_basis(factor, seed) for factor, seed in factors), 0.1)
     assert isinstance(structure, BlockDiagonal)
     return BlockDiagonal(tuple(like(block) for block in structure.blocks), structure.layouts, structure.names)
 

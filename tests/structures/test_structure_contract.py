@@ -164,6 +164,7 @@ LAYERS = {  # blocks of one layer [g, O, I]
     "kronecker groups": ((3, 3, 4), lambda: STRUCTURES["kronecker groups"]()),
     "kronecker embedding": ((1, 2, 5), lambda: STRUCTURES["kronecker embedding"]()),
     "kronecker truncated": ((1, 3, 5), lambda: STRUCTURES["kronecker truncated"]()),
+    "per output": ((1, 3, 4), lambda: STRUCTURES["per output"]()),
     "kronecker few rows": ((2, 2, 5), lambda: STRUCTURES["kronecker few rows"]()),
 }
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {  # of all outputs' covariance [B, K, B, K]
