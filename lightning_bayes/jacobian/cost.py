@@ -1,4 +1,4 @@
-"""The estimated cost of a fit and of a prediction, in forward passes of the same data.
+"""The estimated cost of a fit, of tuning and of a prediction, in forward passes of the same data.
 
 One forward and one backward pass of a few examples are counted in multiplications. The rest follows from the sizes of
 each layer: `O × I` weights that `T` positions share, and `K` columns of the output Fisher (the outputs of an example).
@@ -8,17 +8,24 @@ Per example, the multiplications of a prediction with a Kronecker posterior are
     + T I² + K T O²                                               rotating inputs and output gradients
     + min(T(T+1)/2 · I O + K T² O + K² T O,  K T O I + K² O I)    covariances from position pairs or Jacobians,
 
-and, for an exact block of `p` weights, `K p² + K² p`. A fit takes the backward passes, one more backward pass for the
-loss, and the products of the factors, `T I² + K T O²`. The eigendecomposition of a factor with `d` columns takes about
-`10 d³` multiplications, for any number of examples.
+and, for an exact block of `p` weights, `K p² + K² p`. With more than `MANY` outputs a prediction instead takes
+`DRAWS` forward-mode passes, each with `T O (I + O)` for the random changes of a layer's outputs.
+
+`tune="auto"` makes two passes of predictions: one in which all priors share the sums over groups of eigenvalues, and one
+with the exact covariances of the `NEAR` priors near the decision. A fit takes the backward passes, one more backward
+pass for the loss, and the products of the factors, `T I² + K T O²`. The eigendecomposition of a factor with `d` columns
+that sums `r` rows takes about `10 m³ + 2 m² d` multiplications with `m = min(d, r)`.
 
 Operations differ in how well they use a processor. `WEIGHTS` has one factor for each kind of work, measured on six
-networks (`benchmarks/cost.py`); `ACTIVATION` is the work of an output of a layer, relative to a multiplication.
+networks (`benchmarks/cost.py`); `ACTIVATION` is the work of an output of a layer, relative to a multiplication, and
+`CALL` that of calling one of the small operations of a tuned batch or, `SETUP` times, of a fit. They matter for small
+networks.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,25 +40,31 @@ from lightning_bayes.jacobian.plan import Plan, make_plan
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
 
+# Outputs per example above which a prediction samples the linearised network. On an MLP and a ResNet-18, with all weights
+# or the last layer, sampling became cheaper at 40 to 250 outputs, and 64 costs at most 2.5 times as much as the best.
+MANY = 64
+DRAWS = 50  # forward-mode passes of such a prediction
+NEAR = 8  # priors that tuning scores exactly
+FEW_PRIORS = 4  # priors that tuning compares by draws
+BATCH = 64  # examples that share what a batch costs
 ACTIVATION = 33.0
+CALL = 2.5e5
+TUNING, SETUP = 13_000, 4_000  # calls
 LARGEST_EXACT = 1024  # maximum number of weights in a densely stored block; larger blocks keep only their diagonal
-WEIGHTS = {"backward": 0.7, "rotate": 0.9, "covariance": 3.7, "exact": 25.0, "decompose": 0.4}
+WEIGHTS = {"backward": 0.7, "rotate": 0.9, "covariance": 3.7, "exact": 25.0, "decompose": 0.4, "draw": 1.0, "call": 1.0}
 
 
 @dataclass(frozen=True)
-class Cost:
-    """The cost in forward passes of the same examples. `decompose` is the cost of a fit's eigendecompositions, in
-    forward passes of one example."""
+class Decomposition:
+    """An eigendecomposition that a fit makes."""
 
-    predict: float
-    fit: float
-    decompose: float
-    n_outputs: int
-    n_weights: int
+    groups: int
+    width: int  # d
+    rows: float  # of each example
 
-    def epochs(self, n_data: int) -> float:
-        """The cost of fitting `n_data` examples, in training epochs of three forward passes each."""
-        return (self.fit + self.decompose / max(n_data, 1)) / 3
+    def work(self, n_data: int) -> float:
+        m = min(self.width, self.rows * n_data)
+        return self.groups * (10 * m**3 + 2 * m**2 * self.width)
 
 
 @dataclass(frozen=True)
@@ -60,8 +73,27 @@ class Work:
 
     forward: float
     predict: dict[str, float]
+    tune: dict[str, float]
     fit: dict[str, float]
-    decompose: float
+    decompositions: tuple[Decomposition, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost in forward passes of the same examples. A fit also has a cost that does not grow with the data, which
+    `epochs` includes."""
+
+    predict: float
+    tune: float
+    fit: float
+    n_outputs: int
+    n_weights: int
+    work: Work
+
+    def epochs(self, n_data: int) -> float:
+        """The cost of fitting `n_data` examples, in training epochs of three forward passes each."""
+        decompose = WEIGHTS["decompose"] * sum(one.work(n_data) for one in self.work.decompositions)
+        return (self.fit + (decompose + SETUP * CALL) / (self.work.forward * max(n_data, 1))) / 3
 
 
 def estimate_cost(network: nn.Module, x: Any, subset: Subset, sampled: bool = False) -> Cost:
@@ -74,8 +106,7 @@ def estimate_cost(network: nn.Module, x: Any, subset: Subset, sampled: bool = Fa
     def passes(numbers: dict[str, float]) -> float:
         return 1 + sum(WEIGHTS[kind] * number for kind, number in numbers.items()) / work.forward
 
-    decompose = WEIGHTS["decompose"] * work.decompose / work.forward
-    return Cost(passes(work.predict), passes(work.fit), decompose, plan.n_outputs, subset.size)
+    return Cost(passes(work.predict), passes(work.tune), passes(work.fit), plan.n_outputs, subset.size, work)
 
 
 def count_work(network: nn.Module, x: Any, plan: Plan, columns: int, activation: float = ACTIVATION) -> Work:
@@ -94,27 +125,41 @@ def count_work(network: nn.Module, x: Any, plan: Plan, columns: int, activation:
     elementwise, K = activation * plan.n_activations, plan.n_outputs
     forward = forward / (2 * B) + elementwise
     backward = counter.get_total_flops() / (2 * B) + (elementwise if matched.used else 0)
-    predict = {"backward": K * backward, "rotate": 0.0, "covariance": 0.0, "exact": 0.0}
-    fit = {"backward": columns * backward + 2 * forward, "rotate": 0.0, "exact": 0.0}
-    decompose = known = 0.0
+    predict = Counter({"backward": K * backward})
+    tune = Counter({"backward": 2 * K * backward})
+    if activation:
+        tune["call"] = TUNING * CALL / BATCH
+    fit = Counter({"backward": columns * backward + 2 * forward})
+    draw, known, decompositions = backward, 0.0, []
     for layer, calls in zip(plan.layers, matched.calls, strict=True):
         (G, O, I), T = layer.layout.shape, _positions(calls, layer.layout.shape, B)
         known += G * O * I * T
+        draw += G * T * O * (I + O if layer.kronecker else I)
         if not layer.kronecker:
-            _add_exact(predict, fit, G * O * I, T, K, columns)
+            _add_exact(predict, tune, fit, G * O * I, T, K, columns)
             continue
         from_inputs = 0 if layer.kind == "embedding" else T * I**2
-        predict["rotate"] += G * (from_inputs + K * T * O**2)
-        by_pairs = T * (T + 1) / 2 * I * O + K * T**2 * O + K**2 * T * O
-        by_jacobians = K * T * O * I + K**2 * O * I
-        unshared = I * O + K**2 * O
-        predict["covariance"] += G * (unshared if T == 1 else min(by_pairs, by_jacobians))
-        fit["rotate"] += G * (from_inputs + columns * T * O**2)
-        decompose += 10 * G * (O**3 + (I**3 if from_inputs else 0))
+        rotate = G * (from_inputs + K * T * O**2)
+        by_pairs = G * (T * (T + 1) / 2 * I * O + K * T**2 * O + K**2 * T * O)
+        jacobian, product = G * K * T * O * I, G * K**2 * O * I
+        unshared = G * (I * O + K**2 * O)
+        exact = unshared if T == 1 else min(by_pairs, jacobian + product)
+        by_rows = T > 1 and by_pairs > jacobian + product
+        predict.update(rotate=rotate, covariance=exact)
+        near = jacobian + NEAR * product if by_rows else NEAR * exact
+        grouped = G * K**2 * T**2 * O if K * T**2 <= O * I else jacobian + product
+        tune.update(rotate=2 * rotate, covariance=grouped + near)
+        fit.update(rotate=G * (from_inputs + columns * T * O**2))
+        decompositions.append(Decomposition(G, O, columns * T))
+        decompositions += [Decomposition(G, I, T)] if from_inputs else []
     for name in plan.unmatched_parameters:
         p = parameters[name].numel()
-        _add_exact(predict, fit, p, 1, K, columns)
-    return Work(max(forward, known), predict, fit, decompose)
+        _add_exact(predict, tune, fit, p, 1, K, columns)
+        draw += p
+    if K > MANY and not plan.unmatched_parameters:
+        predict = Counter({"draw": DRAWS * draw})
+        tune = Counter({"draw": FEW_PRIORS * DRAWS * draw})
+    return Work(max(forward, known), dict(predict), dict(tune), dict(fit), tuple(decompositions))
 
 
 @contextmanager
@@ -133,8 +178,11 @@ def _positions(calls: list[Call], shape: torch.Size | tuple[int, ...], B: int) -
     return sum(call.output_shape.numel() for call in calls) / (B * shape[0] * shape[1])
 
 
-def _add_exact(predict: dict[str, float], fit: dict[str, float], p: int, T: float, K: int, columns: int) -> None:
+def _add_exact(
+    predict: Counter[str], tune: Counter[str], fit: Counter[str], p: int, T: float, K: int, columns: int
+) -> None:
     """Add an exact block of `p` weights: dense if it is small, otherwise diagonal."""
-    dense = p <= LARGEST_EXACT
-    predict["exact"] += K * T * p + K**2 * p + (K * p**2 if dense else 0)
-    fit["exact"] += columns * p * (T + (p if dense else 1))
+    exact = K * T * p + K**2 * p + (K * p**2 if p <= LARGEST_EXACT else 0)
+    predict.update(exact=exact)
+    tune.update(exact=2 * exact, covariance=NEAR * K**2 * p)
+    fit.update(exact=columns * p * (T + (p if p <= LARGEST_EXACT else 1)))

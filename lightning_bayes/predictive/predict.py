@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import flag
+from lightning_bayes.jacobian.cost import MANY
 from lightning_bayes.jacobian.output_gaussian import Observer
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood, Predictive
 from lightning_bayes.likelihoods.outputs import check_generator, draw_gaussian, widen
@@ -46,8 +47,8 @@ from lightning_bayes.predictive.draws import (
 from lightning_bayes.predictive.novelty import NoveltyScore, novelty_p
 from lightning_bayes.predictive.prediction import Prediction, TensorFields
 
-MANY = 64  # outputs per example above which the linearised network is sampled
 MANY_TOGETHER = 512  # the same limit for all outputs of a batch that the network cannot split
+FEW = 32  # examples that are always predicted together
 CHUNK = 2**21  # entries of the covariances of positions integrated at a time
 KEPT = 2**26  # bytes of draws kept in memory
 NEGLIGIBLE = 2.0**40  # a prior precision, exact in every dtype, that leaves only the plain network
@@ -75,6 +76,13 @@ def predict(
     calibration = posterior.calibration_of(option.kind, option.link) if calibrated else None
     calibration = calibration or Calibration(option.kind, "")
     x = inputs.contained(posterior.network, x)
+    few = inputs.batch_size(x) if differentiable else _examples_together(posterior, x, option)
+    if few < inputs.batch_size(x):  # an input must not get another prediction because its batch is large
+        parts = (
+            inputs.take(posterior.network, x, slice(n, n + few)) for n in range(0, inputs.batch_size(x), few)
+        )
+        options: Any = {"generator": generator, "calibrated": calibrated, "split": split}
+        return Prediction.cat([predict(posterior, part, option, **options) for part in parts])
     with preserved_rng(posterior.device):
         score = NoveltyScore(posterior, x) if option.is_linear and not differentiable else None
         # One forward pass is enough for the plain network.
@@ -164,7 +172,7 @@ def output_law(
     mean = posterior.shifted(x, differentiable) if shifted else outputs(posterior, x, differentiable)
     draws: Tensor | FunctionDraws
     size = n * mean.numel() * mean.element_size()
-    by_classes = linear and not differentiable and predictive.link in (None, "mc") and size <= SHARED
+    by_classes = linear and not differentiable and predictive.link in (None, "mc")
     if by_classes and has_leading_classes(posterior, x, mean):
         draws = class_draws(posterior, x, mean, n, generator)
     elif size <= KEPT:
@@ -215,9 +223,24 @@ def has_many_outputs(posterior: GaussianPosterior, x: Any) -> bool:
     x = inputs.contained(posterior.network, x)
     if isinstance(x, inputs.WholeInput):  # each output takes a backward pass, but a sample takes one for all outputs
         return outputs(posterior, x).numel() > MANY_TOGETHER
+    return _n_outputs(posterior, x) > MANY
+
+
+def _n_outputs(posterior: GaussianPosterior, x: Any) -> int:
+    """The number of outputs per example."""
     if (plan := posterior.plans.find(x)) is not None:
-        return plan.n_outputs > MANY
-    return outputs(posterior, inputs.take(posterior.network, x, [0])).numel() > MANY
+        return plan.n_outputs
+    return outputs(posterior, inputs.take(posterior.network, x, [0])).numel()
+
+
+def _examples_together(posterior: GaussianPosterior, x: Any, option: PredictiveOption) -> int:
+    """The number of examples whose draws by leading classes fit in memory."""
+    B = inputs.batch_size(x)
+    one_label = posterior.likelihood.chooses_one_class and not isinstance(x, inputs.WholeInput)
+    if option.kind != "glm" or not one_label or B <= FEW or is_plain(posterior):
+        return B
+    C = _n_outputs(posterior, x)
+    return max(FEW, SHARED // (option.samples * C * posterior.mean.element_size())) if C > MANY else B
 
 
 @dataclass(frozen=True, eq=False)
