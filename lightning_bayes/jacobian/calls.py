@@ -195,7 +195,9 @@ class Recorder(TorchFunctionMode):
         """Run and record a linear layer with selected rows of the weight and of the bias."""
         part = weight if out == slice(None) else weight[out]
         z = F.linear(x, part, bias if bias is None or biased == slice(None) else bias[biased])
-        return self._record(F.linear, {"input": x, "weight": part}, z, self._rows(weight, out), self._rows(bias, biased))
+        return self._record(
+            F.linear, {"input": x, "weight": part}, z, self._rows(weight, out), self._rows(bias, biased)
+        )
 
 
 _LINEAR = ("input", "weight", "bias")

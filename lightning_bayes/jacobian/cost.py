@@ -11,10 +11,10 @@ Per example, the multiplications of a prediction with a Kronecker posterior are
 and, for an exact block of `p` weights, `K p² + K² p`. With more than `MANY` outputs a prediction instead takes
 `DRAWS` forward-mode passes, each with `T O (I + O)` for the random changes of a layer's outputs.
 
-`tune="auto"` makes two passes of predictions: one in which all priors share the sums over groups of eigenvalues, and one
-with the exact covariances of the `NEAR` priors near the decision. A fit takes the backward passes, one more backward
-pass for the loss, and the products of the factors, `T I² + K T O²`. The eigendecomposition of a factor with `d` columns
-that sums `r` rows takes about `10 m³ + 2 m² d` multiplications with `m = min(d, r)`.
+`tune="auto"` makes two passes of predictions: in the first, all priors share the sums over groups of eigenvalues; the
+second takes the exact covariances of the `NEAR` priors near the decision. A fit takes the backward passes, one more
+backward pass for the loss, and the products of the factors, `T I² + K T O²`. The eigendecomposition of a factor with
+`d` columns that sums `r` rows takes about `10 m³ + 2 m² d` multiplications with `m = min(d, r)`.
 
 Operations differ in how well they use a processor. `WEIGHTS` has one factor for each kind of work, measured on six
 networks (`benchmarks/cost.py`); `ACTIVATION` is the work of an output of a layer, relative to a multiplication, and
@@ -40,8 +40,8 @@ from lightning_bayes.jacobian.plan import Plan, make_plan
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
 
-# Outputs per example above which a prediction samples the linearised network. On an MLP and a ResNet-18, with all weights
-# or the last layer, sampling became cheaper at 40 to 250 outputs, and 64 costs at most 2.5 times as much as the best.
+# Outputs per example above which a prediction samples the linearised network. On an MLP and a ResNet-18, with all
+# weights or the last layer, sampling becomes cheaper at 40 to 250 outputs.
 MANY = 64
 DRAWS = 50  # forward-mode passes of such a prediction
 NEAR = 8  # priors that tuning scores exactly
@@ -49,9 +49,9 @@ FEW_PRIORS = 4  # priors that tuning compares by draws
 BATCH = 64  # examples that share what a batch costs
 ACTIVATION = 33.0
 CALL = 2.5e5
-TUNING, SETUP = 13_000, 4_000  # calls
+TUNING, SETUP = 13_000, 6_000  # calls
 LARGEST_EXACT = 1024  # maximum number of weights in a densely stored block; larger blocks keep only their diagonal
-WEIGHTS = {"backward": 0.7, "rotate": 0.9, "covariance": 3.7, "exact": 25.0, "decompose": 0.4, "draw": 1.0, "call": 1.0}
+WEIGHTS = {"backward": 0.7, "rotate": 0.9, "covariance": 2.5, "exact": 25.0, "decompose": 0.4, "draw": 1.0, "call": 1.0}
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,9 @@ class _Layer:
 class OutputDraws:
     """Draws at one input, each a function of `size` standard normal numbers."""
 
-    def __init__(self, network: nn.Module, x: Any, jacobian: LayerJacobian, layers: list[_Layer], dtype: torch.dtype) -> None:
+    def __init__(
+        self, network: nn.Module, x: Any, jacobian: LayerJacobian, layers: list[_Layer], dtype: torch.dtype
+    ) -> None:
         self._network, self._x, self._jacobian, self._layers = network, x, jacobian, layers
         self._dtype = dtype
         self._calls = [call for layer in layers for call in layer.calls]

@@ -13,7 +13,8 @@ with their residual variance:
 
 This is exact up to `v/m` if all outputs have the covariance `τ² 11ᵀ + vI`. If the leading classes have at least a
 probability of `MASS`, the total variation distance between these draws and the exact predictive is .001 to .01, less
-than with 100 drawn functions. Inputs whose leading classes have a smaller probability use drawn functions instead.
+than with 100 drawn functions. For other inputs all outputs are drawn, for one input at a time if the structure allows
+it, because this needs fewer random numbers than weights (see `jacobian.output_draws`).
 
 The weight samples also give the moments of an **autoencoder** in its latent and output space (Laplacian autoencoders,
 figure 2), for any module with submodules `encoder` and `decoder`. Each sample `θ_s = (ψ_s, φ_s)` is an encoder `e_ψ`
@@ -164,8 +165,10 @@ def class_draws(
     posterior: GaussianPosterior, x: Any, mean: Tensor, n: int, generator: torch.Generator | None
 ) -> Tensor:
     """`n` draws of the linearised network's logits by their leading classes. Inputs whose leading classes have too
-    little probability use `sample_functions` instead.  # [n, B, C]"""
-    noise = _same_generator(generator, mean.device)  # so that functions draw the same numbers as without leading classes
+    little probability use `_drawn_outputs` instead.  # [n, B, C]"""
+    noise = _same_generator(
+        generator, mean.device
+    )  # so that functions draw the same numbers as without leading classes
     leading = mean.topk(LEADING, dim=1).indices  # [B, m]
     with posterior.linearised(x) as (plan, own):
         Σ = selected_covariances(posterior.network, plan, posterior.precision, own, leading)
@@ -193,7 +196,9 @@ def _drawn_outputs(
         parts = [slice(start, start + few) for start in range(0, len(mean), few)]
         draws = []
         for part in parts:
-            outputs = output_draws(posterior.network, plan, posterior.precision, inputs.take(posterior.network, own, part))
+            outputs = output_draws(
+                posterior.network, plan, posterior.precision, inputs.take(posterior.network, own, part)
+            )
             if outputs is None:
                 break
             together = max(1, CHUNK // (mean.element_size() * len(mean[part]) * plan.n_activations))

@@ -2,8 +2,8 @@
 `x` (`OutputLaw`), and the calibration corrects the result.
 
 - `glm`: the outputs of the linearised network (GLM paper, eqs. (10) and (13)), whose exact Hessian is the GGN: a
-  Gaussian in closed form. With many outputs (1,000 classes, images) it is sampled by forward-mode products with weight
-  samples, or by its likeliest classes (see `draws`), so neither cost nor memory grows with the square of the outputs.
+  Gaussian in closed form. With many outputs (1,000 classes, images) it is sampled by forward-mode products or by
+  its likeliest classes (see `draws`), so neither cost nor memory grows with the square of the outputs.
 - `bnn`: the outputs of the network itself at weight samples (eq. (9)).
 - `map`: the network's own outputs, without uncertainty.
 - `gp`: the outputs of the linearised network in function space (eqs. (15) and (16)), conditioned on training points: a
@@ -49,6 +49,10 @@ from lightning_bayes.predictive.prediction import Prediction, TensorFields
 
 MANY_TOGETHER = 512  # the same limit for all outputs of a batch that the network cannot split
 FEW = 32  # examples that are always predicted together
+# Classes up to which a closed form integrates a Gaussian by default. Against 20,000 draws its total variation distance
+# was .05 to .14 with 10 classes, .08 to .23 with 30 and .12 to .25 with 64 (standard deviations of 1 to 4), while that
+# of 100 draws was .01 to .09, .03 to .14 and .04 to .19.
+CLOSED_FORM = 16
 CHUNK = 2**21  # entries of the covariances of positions integrated at a time
 KEPT = 2**26  # bytes of draws kept in memory
 NEGLIGIBLE = 2.0**40  # a prior precision, exact in every dtype, that leaves only the plain network
@@ -78,9 +82,7 @@ def predict(
     x = inputs.contained(posterior.network, x)
     few = inputs.batch_size(x) if differentiable else _examples_together(posterior, x, option)
     if few < inputs.batch_size(x):  # an input must not get another prediction because its batch is large
-        parts = (
-            inputs.take(posterior.network, x, slice(n, n + few)) for n in range(0, inputs.batch_size(x), few)
-        )
+        parts = (inputs.take(posterior.network, x, slice(n, n + few)) for n in range(0, inputs.batch_size(x), few))
         options: Any = {"generator": generator, "calibrated": calibrated, "split": split}
         return Prediction.cat([predict(posterior, part, option, **options) for part in parts])
     with preserved_rng(posterior.device):
@@ -132,10 +134,15 @@ class OutputLaw(TensorFields):
 
     def choose_link(self, likelihood: Likelihood, link: str | None) -> str:
         """`link`, or by default the likelihood's first link. Draws of the network itself have no closed form, and draws
-        of a classifier's outputs use "mc" by default."""
-        if not self.linear or (link is None and self.draws is not None and likelihood.has_probs):
+        of a classifier's outputs use "mc" by default, as does a Gaussian over more than `CLOSED_FORM` classes."""
+        if not self.linear or (link is None and self.prefers_draws(likelihood)):
             return "mc"
         return likelihood.choose_link(link)
+
+    def prefers_draws(self, likelihood: Likelihood) -> bool:
+        is_drawn = self.draws is not None and likelihood.has_probs
+        many = likelihood.chooses_one_class and self.covariance is not None and self.mean.shape[1] > CLOSED_FORM
+        return is_drawn or many
 
     def integrate(self, integral: Integral) -> Predictive:
         """The predictive distribution of targets, with the outputs integrated out."""

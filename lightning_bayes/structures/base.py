@@ -374,8 +374,8 @@ class Structure(ABC):
         return [form.quadratic(block, rows) for block in blocks]
 
     def layer_moves(self, a: Tensor, shape: tuple[int, ...]) -> LayerMoves:
-        """Draws of `V a` for the layer's weights `V ~ N(0, M⁻¹)` of this shape `(G, O, I)` and inputs `a` `[G, B, T, I]`;
-        the draws of each example have the right law, but not those of several examples together."""
+        """Draws of `V a` for a layer's weights `V ~ N(0, M⁻¹)` of this shape `(G, O, I)` and inputs `a` `[G, B, T, I]`.
+        They have the right law for each example, not for several examples together."""
 
         def moves(noise: Tensor) -> Tensor:
             V = self.root_solve(noise).unflatten(-1, shape)  # [n, G, O, I]

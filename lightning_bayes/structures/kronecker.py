@@ -271,8 +271,8 @@ class Kronecker(Structure):
         return rotated_covariances(variances, a, g, form, left.rotate, None if in_basis else right.rotate, tail)
 
     def layer_moves(self, a: Tensor, shape: tuple[int, ...]) -> LayerMoves:
-        """With few positions, `V a` of one example is a small Gaussian: with `ã = E_Aᵀ a`, the columns of `E_Gᵀ V a` are
-        independent, and column `o` has the covariance `S_o = Σ_i W_oi ã_i ã_iᵀ` `[T, T]`. The draws are
+        """With few positions, `V a` of one example is a small Gaussian: with `ã = E_Aᵀ a`, the rows of `E_Gᵀ V a` are
+        independent, and row `o` has the covariance `S_o = Σ_i W_oi ã_i ã_iᵀ` `[T, T]`. The draws are
         `E_G (L_o (E_Gᵀ ε)_o)` with `L_o L_oᵀ = S_o`; they need `G·T·O` random numbers instead of `G·O·I`."""
         (_, O, I), T = self.shape, a.shape[2]
         live = torch.ones(I, dtype=torch.bool) if self.right.vectors is None else self.right.live
@@ -394,8 +394,8 @@ def _position_roots(a: Tensor, W: Tensor) -> Tensor:
         return (a.square().squeeze(2) @ W.mT).sqrt().unsqueeze(2)
     S = a.new_empty(*a.shape[:2], W.shape[1], T, T)
     for t in range(T):
-        rows = ((a[:, :, t:] * a[:, :, t : t + 1]).flatten(1, 2) @ W.mT).unflatten(1, (a.shape[1], T - t))  # [G, B, u, O]
-        S[..., t, t:] = S[..., t:, t] = rows.mT
+        pairs = a[:, :, t:] * a[:, :, t : t + 1]  # [G, B, u, I]
+        S[..., t, t:] = S[..., t:, t] = (pairs.flatten(1, 2) @ W.mT).unflatten(1, pairs.shape[1:3]).mT
     diagonal = S.diagonal(dim1=-2, dim2=-1)
     scale = diagonal.amax(-1, keepdim=True)
     diagonal += torch.where(scale > 0, JITTER * torch.finfo(S.dtype).eps * scale, 1)

@@ -250,14 +250,16 @@ def test_a_temperature_is_applied_without_the_split() -> None:
 # -- many classes ------------------------------------------------------------------------------------------------------
 
 
-def many_classes(C: int = 400) -> tuple[LaplacePosterior, Tensor]:
+def many_classes(C: int = 400, curvature: str = "ggn") -> tuple[LaplacePosterior, Tensor]:
     """A posterior, and inputs of which some have a few likely classes and some have many."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 12), nn.Tanh(), nn.Linear(12, C)).double()
     with torch.no_grad():
         network[2].weight.mul_(20)
     x = real(200, 3)
-    posterior = fit_laplace(network, [(x, network(x).argmax(1))], structure="kron", prior_precision=200.0)
+    posterior = fit_laplace(
+        network, [(x, network(x).argmax(1))], structure="kron", curvature=curvature, prior_precision=200.0
+    )
     return posterior, torch.cat([2 * real(8, 3, seed=3), 1e-3 * real(3, 3, seed=4)])
 
 
@@ -290,9 +292,9 @@ def test_the_covariances_of_selected_outputs_are_those_of_all_outputs() -> None:
 
 
 @pytest.mark.parametrize("predictive", ["glm", "bnn"])
-@pytest.mark.parametrize("C", [10, 100, 1000])
+@pytest.mark.parametrize("C", [10, 100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_one_input_has_one_value_in_any_batch_and_place(C: int, predictive: str) -> None:
-    posterior, x = many_classes(C)
+    posterior, x = many_classes(C, "fisher_mc")
     order = torch.randperm(len(x), generator=seeded(1))
     whole = posterior.predict(x, predictive, generator=seeded())
     moved = posterior.predict(x[order], predictive, generator=seeded())
@@ -348,3 +350,46 @@ def test_layers_with_few_positions_need_no_random_number_per_weight() -> None:
         outputs = output_draws(posterior.network, plan, posterior.precision, own)
     assert outputs is not None
     assert outputs.size == 3 * 50 + 50 + C  # weights of the small layer, outputs of the other
+
+
+# -- links and memory --------------------------------------------------------------------------------------------------
+
+
+def test_the_default_link_of_many_classes_is_nearer_to_many_draws() -> None:
+    posterior, x = many_classes(40)
+    posterior = posterior.with_prior(2.0)
+    mean, Σ = posterior.functional(x)
+    exact = torch.stack([draw_gaussian(mean, Σ, 4000, seeded(n)).softmax(2).mean(0) for n in range(5)]).mean(0)
+
+    def distance(link: str | None) -> float:
+        probs = posterior.predict(x, GLM(link=link), generator=seeded(9)).probs
+        return float((0.5 * (probs - exact).abs().sum(1)).mean())
+
+    assert distance(None) < 0.7 * min(distance("probit"), distance("pairwise"))
+    few, x = many_classes(10)
+    assert torch.equal(few.predict(x).probs, few.predict(x, GLM(link="probit")).probs)
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        for t in returned if isinstance(returned, (tuple, list)) else (returned,):
+            self.numel = max(
+                self.numel, t.untyped_storage().nbytes() // t.element_size() if isinstance(t, Tensor) else 0
+            )
+        return returned
+
+
+def test_a_last_layer_needs_no_jacobian() -> None:
+    B, I, C = 64, 100, 20
+    network = made(lambda: nn.Sequential(nn.Linear(3, I), nn.Tanh(), nn.Linear(I, C)))
+    posterior = fit_laplace(network, [(real(30, 3), torch.arange(30) % C)], subset="last_layer")
+    x = real(B, 3, seed=2)
+    posterior.functional(x)  # caches what does not depend on x
+    with Largest() as largest:
+        posterior.functional(x)
+    assert B * C * C <= largest.numel < B * C * I / 2
