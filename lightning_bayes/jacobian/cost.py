@@ -25,7 +25,6 @@ networks.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,7 +61,7 @@ class Decomposition:
     width: int  # d
     rows: float  # of each example
 
-    def work(self, n_data: int) -> float:
+    def work(self, n_data: float) -> float:
         m = min(self.width, self.rows * n_data)
         return self.groups * (10 * m**3 + 2 * m**2 * self.width)
 
@@ -90,7 +89,7 @@ class Cost:
     n_weights: int
     work: Work
 
-    def epochs(self, n_data: int) -> float:
+    def epochs(self, n_data: float) -> float:
         """The cost of fitting `n_data` examples, in training epochs of three forward passes each."""
         decompose = WEIGHTS["decompose"] * sum(one.work(n_data) for one in self.work.decompositions)
         return (self.fit + (decompose + SETUP * CALL) / (self.work.forward * max(n_data, 1))) / 3
@@ -125,11 +124,11 @@ def count_work(network: nn.Module, x: Any, plan: Plan, columns: int, activation:
     elementwise, K = activation * plan.n_activations, plan.n_outputs
     forward = forward / (2 * B) + elementwise
     backward = counter.get_total_flops() / (2 * B) + (elementwise if matched.used else 0)
-    predict = Counter({"backward": K * backward})
-    tune = Counter({"backward": 2 * K * backward})
+    predict = {"backward": K * backward}
+    tune = {"backward": 2 * K * backward}
     if activation:
         tune["call"] = TUNING * CALL / BATCH
-    fit = Counter({"backward": columns * backward + 2 * forward})
+    fit = {"backward": columns * backward + 2 * forward}
     draw, known, decompositions = backward, 0.0, []
     for layer, calls in zip(plan.layers, matched.calls, strict=True):
         (G, O, I), T = layer.layout.shape, _positions(calls, layer.layout.shape, B)
@@ -145,11 +144,11 @@ def count_work(network: nn.Module, x: Any, plan: Plan, columns: int, activation:
         unshared = G * (I * O + K**2 * O)
         exact = unshared if T == 1 else min(by_pairs, jacobian + product)
         by_rows = T > 1 and by_pairs > jacobian + product
-        predict.update(rotate=rotate, covariance=exact)
+        _add(predict, rotate=rotate, covariance=exact)
         near = jacobian + NEAR * product if by_rows else NEAR * exact
         grouped = G * K**2 * T**2 * O if K * T**2 <= O * I else jacobian + product
-        tune.update(rotate=2 * rotate, covariance=grouped + near)
-        fit.update(rotate=G * (from_inputs + columns * T * O**2))
+        _add(tune, rotate=2 * rotate, covariance=grouped + near)
+        _add(fit, rotate=G * (from_inputs + columns * T * O**2))
         decompositions.append(Decomposition(G, O, columns * T))
         decompositions += [Decomposition(G, I, T)] if from_inputs else []
     for name in plan.unmatched_parameters:
@@ -157,9 +156,9 @@ def count_work(network: nn.Module, x: Any, plan: Plan, columns: int, activation:
         _add_exact(predict, tune, fit, p, 1, K, columns)
         draw += p
     if K > MANY and not plan.unmatched_parameters:
-        predict = Counter({"draw": DRAWS * draw})
-        tune = Counter({"draw": FEW_PRIORS * DRAWS * draw})
-    return Work(max(forward, known), dict(predict), dict(tune), dict(fit), tuple(decompositions))
+        predict = {"draw": DRAWS * draw}
+        tune = {"draw": FEW_PRIORS * DRAWS * draw}
+    return Work(max(forward, known), predict, tune, fit, tuple(decompositions))
 
 
 @contextmanager
@@ -178,11 +177,16 @@ def _positions(calls: list[Call], shape: torch.Size | tuple[int, ...], B: int) -
     return sum(call.output_shape.numel() for call in calls) / (B * shape[0] * shape[1])
 
 
+def _add(work: dict[str, float], **numbers: float) -> None:
+    for kind, number in numbers.items():
+        work[kind] = work.get(kind, 0.0) + number
+
+
 def _add_exact(
-    predict: Counter[str], tune: Counter[str], fit: Counter[str], p: int, T: float, K: int, columns: int
+    predict: dict[str, float], tune: dict[str, float], fit: dict[str, float], p: int, T: float, K: int, columns: int
 ) -> None:
     """Add an exact block of `p` weights: dense if it is small, otherwise diagonal."""
     exact = K * T * p + K**2 * p + (K * p**2 if p <= LARGEST_EXACT else 0)
-    predict.update(exact=exact)
-    tune.update(exact=2 * exact, covariance=NEAR * K**2 * p)
-    fit.update(exact=columns * p * (T + (p if p <= LARGEST_EXACT else 1)))
+    _add(predict, exact=exact)
+    _add(tune, exact=2 * exact, covariance=NEAR * K**2 * p)
+    _add(fit, exact=columns * p * (T + (p if p <= LARGEST_EXACT else 1)))

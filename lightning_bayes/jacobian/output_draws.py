@@ -97,7 +97,7 @@ class OutputDraws:
             return f
 
         def push(tangents: list[Tensor]) -> Tensor:
-            return jvp(outputs, (zeros,), (tangents,))[1]  # type: ignore[misc]
+            return jvp(outputs, (zeros,), (tangents,))[1]
 
         with forward_mode(self._jacobian.is_recurrent), quiet(), torch.no_grad():
             return vmap(push)(tangents)

@@ -274,12 +274,12 @@ class Kronecker(Structure):
         """With few positions, `V a` of one example is a small Gaussian: with `ã = E_Aᵀ a`, the rows of `E_Gᵀ V a` are
         independent, and row `o` has the covariance `S_o = Σ_i W_oi ã_i ã_iᵀ` `[T, T]`. The draws are
         `E_G (L_o (E_Gᵀ ε)_o)` with `L_o L_oᵀ = S_o`; they need `G·T·O` random numbers instead of `G·O·I`."""
-        (_, O, I), T = self.shape, a.shape[2]
-        live = torch.ones(I, dtype=torch.bool) if self.right.vectors is None else self.right.live
-        I = int(live.sum())
+        O, T = self.shape[1], a.shape[2]
+        live = None if self.right.vectors is None else self.right.live
+        I = self.right.size if live is None else int(live.sum())
         if T > FEW_POSITIONS or T + O > I + I * (O + I) // (64 * T):  # per draw, with weights for 64 examples
             return super().layer_moves(a, shape)
-        (block,), a = ([self], a) if _is_most(live) else self._on_nonzero_inputs([self], a)
+        (block,), a = ([self], a) if live is None or _is_most(live) else self._on_nonzero_inputs([self], a)
         right = block.right
         roots = _position_roots(rotate_inputs(a, right.rotate), right.expand(block._inverse_values, -1))
 

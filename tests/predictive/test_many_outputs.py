@@ -292,7 +292,7 @@ def test_the_covariances_of_selected_outputs_are_those_of_all_outputs() -> None:
 
 
 @pytest.mark.parametrize("predictive", ["glm", "bnn"])
-@pytest.mark.parametrize("C", [10, 100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("C", [10, 100, 1000])
 def test_one_input_has_one_value_in_any_batch_and_place(C: int, predictive: str) -> None:
     posterior, x = many_classes(C, "fisher_mc")
     order = torch.randperm(len(x), generator=seeded(1))
