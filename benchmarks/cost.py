@@ -1,17 +1,21 @@
-"""What a Laplace posterior costs on common networks: fit, tuning, prediction, and prediction with weight samples.
+"""What a Laplace posterior costs on common networks: fit, tuning, `trainer.test`, predictions, memory and files.
 
-A fit is measured in plain training epochs of the same images; tuning and prediction are measured in forward passes of
-them, and `trainer.test` with the default callback in tests without it. The estimate of `subset="auto"` is compared with
-measured predictions of six kinds of networks; 1 is a perfect estimate. Networks of torchvision, timm and transformers
+A fit is measured in plain training epochs of the same images; tuning and predictions are measured in forward passes of
+them, and `trainer.test` with the default callback in tests without it. Memory is what a fit and a prediction add to the
+process. The networks are untrained, so with 1,000 classes a prediction draws functions; *sure* is a ResNet-18 whose
+biases give ten classes almost all of the probability. The estimates of `jacobian.cost` are compared with measured fits,
+tuning and predictions of six kinds of networks; 1 is a perfect estimate. Networks of torchvision, timm and transformers
 are measured if these are installed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,17 +25,19 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks import networks
 from benchmarks.isolate import Job
 from benchmarks.measure import Result, side_by_side
-from benchmarks.rows import OURS
+from benchmarks.report import number, table
+from benchmarks.rows import OURS, Row
 
 TITLE = "What it costs"
 IMAGES, BATCH = 256, 64  # images in a fit, and in a prediction
-CASES = ("10 classes/last_layer", "1000 classes/last_layer", "10 classes/all")
 STAGES = {"fit": "plain epochs", "tune": "forward passes", "predict": "forward passes", "bnn": "forward passes"}
 MOST = {  # targets for a ResNet-18
     "10 classes/last_layer/fit": 5.0,
     "10 classes/all/tune": 80.0,
     "10 classes/all/predict": 40.0,
     "10 classes/all/bnn": 400.0,
+    "1000 classes/all/predict": 400.0,
+    "1000 classes, sure/all/predict": 100.0,
 }
 
 
@@ -102,47 +108,99 @@ KINDS: dict[str, tuple[Make, tuple[int, ...]]] = {  # kinds of networks to estim
 }
 
 
+LAST_LAYER = ("10 classes/last_layer", "1000 classes/last_layer")
+CASES = {  # all weights of a ResNet-50 and a ViT-Tiny take minutes; those of the small BERT are its default
+    "ResNet-18": (*LAST_LAYER, "10 classes/all", "1000 classes/all", "1000 classes, sure/all"),
+    "ResNet-50": LAST_LAYER,
+    "ViT-Tiny": LAST_LAYER,
+    "small BERT": (*LAST_LAYER, "10 classes/all"),
+}
+DEFAULT = {"small BERT": "10 classes/all"}  # it has less than a million weights; elsewhere, the last layer
+OF_CASE = {"1000 classes/all": ("fit", "predict"), "1000 classes, sure/all": ("predict",)}  # stages
+SECONDS = 60.0  # the limit of each
+
+
 def jobs(quick: bool) -> list[Job]:
     queue = []
-    for name, (package, _, _) in NETWORKS.items():
-        is_shown = name == "ResNet-18"  # in the documentation
-        for case in CASES if find_spec(package) else ():
-            classes, subset = case.split(" classes/")
-            seconds = (60 if subset == "all" else 30) if is_shown else 300
+    for network in (name for name, (package, _, _) in NETWORKS.items() if find_spec(package)):
+        for case in CASES[network]:
             for stage, unit in STAGES.items():
-                arguments = {"network": name, "classes": int(classes), "subset": subset, "stage": stage, "quick": quick}
-                job = Job(f"cost/{name}/{case}/{stage}/{OURS}", measure, arguments, unit=unit, seconds=seconds)
-                queue.append(replace(job, most=MOST.get(f"{case}/{stage}") if is_shown else None, default=False))
-    if find_spec("torchvision"):
-        name, unit = f"cost/ResNet-18/10 classes/trainer.test/{OURS}", "tests without the callback"
-        queue.append(Job(name, measure_test, {"quick": quick}, unit=unit, most=5.0, seconds=40, default=False))
-    for name in KINDS:
-        arguments = {"network": name, "quick": quick}
-        job = Job(f"cost/estimate/{name}/{OURS}", measure_estimate, arguments, unit="of the measured", value="estimate")
-        queue.append(replace(job, most=2, least=0.5, seconds=120, default=False))
-    return queue
+                if stage in OF_CASE.get(case, STAGES):
+                    arguments = {"network": network, "case": case, "stage": stage, "quick": quick}
+                    most = MOST.get(f"{case}/{stage}") if network == "ResNet-18" else None
+                    queue.append(Job(f"cost/{network}/{case}/{stage}/{OURS}", measure, arguments, unit=unit, most=most))
+        arguments, unit = {"network": network, "quick": quick}, "tests without the callback"
+        queue.append(
+            Job(f"cost/{network}/10 classes/trainer.test/{OURS}", measure_test, arguments, unit=unit, most=5.0)
+        )
+    for network in KINDS:
+        for stage in ("fit", "tune", "predict"):
+            arguments = {"network": network, "stage": stage, "quick": quick}
+            job = Job(f"cost/estimate/{network}/{stage}/{OURS}", measure_estimate, arguments, unit="of the measured")
+            queue.append(replace(job, value="estimate", most=2, least=0.5))
+    return [replace(job, seconds=SECONDS, default=False) for job in queue]
+
+
+def table_of_networks(rows: Sequence[Row]) -> str:
+    """One row for each network and case, one column for each stage."""
+    by_name = {row.name.removesuffix(f"/{OURS}"): row for row in rows}
+    lines = []
+    for network, cases in CASES.items():
+        default = DEFAULT.get(network, LAST_LAYER[0])
+        for case in cases:
+            found = {stage: by_name.get(f"cost/{network}/{case}/{stage}") for stage in STAGES}
+            if case == default:
+                found["test"] = by_name.get(f"cost/{network}/10 classes/trainer.test")
+            if any(found.values()):
+                classes, subset = case.split("/")
+                weights = {"all": "all weights", "last_layer": "last layer"}[subset]
+                label = f"{network}, {classes.replace('1000', '1,000')}, {weights}{' (default)' * (case == default)}"
+                size = by_name.get(f"cost/{network}/{case}/fit/{OURS}/file")
+                file = "" if size is None else f"{size.value / 1e6:,.3g} MB"
+                stages = [_cell(found.get(stage)) for stage in ("fit", "tune", "test", "predict", "bnn")]
+                memory = " / ".join(_added(found[stage]) for stage in ("fit", "predict"))
+                lines.append([label, *stages, memory, file])
+    headers = ("", "fit", "tune", "test", "predict", '"bnn"', "memory: fit / predict", "file")
+    return table(headers, lines) if lines else ""
+
+
+def _cell(row: Row | None) -> str:
+    return "–" if row is None else row.failure or number(row.value)
+
+
+def _added(row: Row | None) -> str:
+    return "–" if row is None or not row.added >= 0 else f"{row.added / 1e6:,.0f} MB"
 
 
 class Estimate(Result):
-    """A measured prediction, with the estimate relative to it."""
+    """A measured stage, with the estimate relative to it."""
 
     @property
     def estimate(self) -> float:
-        return self.extra["estimated forward passes"] / self.ratio
+        return self.extra["estimated"] / self.ratio
 
 
-def measure(network: str, classes: int, subset: str, stage: str, quick: bool) -> Result:
+def measure(network: str, case: str, stage: str, quick: bool) -> Result:
     from lightning_bayes import BNN, GLM, fit_laplace
 
     _, make, shape = NETWORKS[network]
+    named, subset = case.split("/")
+    classes = int(named.split()[0])
     torch.manual_seed(0)
     net = make(classes).eval()
+    if named.endswith("sure"):
+        with torch.no_grad():
+            net.fc.bias[:10] += 12
     size = 2 if quick else BATCH
     data = [_batch(shape, classes, size) for _ in range(1 if quick else IMAGES // size)]
-    fit = partial(fit_laplace, net, data, subset=subset, prior_precision=10.0)
+    many = classes > 100 and subset == "all"  # an exact GGN would take a backward pass for each class
+    options: dict[str, Any] = {"curvature": "fisher_mc" if many else "auto"}
+    options["prior_precision"] = 1e4 if named.endswith("sure") else 10.0
+    fit = partial(fit_laplace, net, data, subset=subset, **options)
     if stage == "fit":
         epoch = partial(_epoch, make(classes), data)
-        return side_by_side(lambda: lambda: fit().log_marginal_likelihood(), epoch, 1)
+        result = side_by_side(lambda: lambda: fit().log_marginal_likelihood(), epoch, 1)
+        return replace(result, extra={"file": _file_size(fit())})
     posterior, (x, _) = fit(), data[0]
     held_out = [_batch(shape, classes, size)]
     works: dict[str, Callable[[], Any]] = {
@@ -150,21 +208,31 @@ def measure(network: str, classes: int, subset: str, stage: str, quick: bool) ->
         "predict": lambda: posterior.predict(x, GLM()),
         "bnn": lambda: posterior.predict(x, BNN(samples=2 if quick else 100)),
     }
-    return side_by_side(lambda: works[stage], partial(_forward, net, x), 1 if quick else 3)
+    return side_by_side(lambda: works[stage], partial(_forward, net, x), 3 if stage == "predict" and not quick else 1)
 
 
-def measure_test(quick: bool) -> Result:
+def _file_size(posterior: Any) -> float:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "posterior.pt"
+        posterior.save(path)
+        return float(path.stat().st_size)
+
+
+def measure_test(network: str, quick: bool) -> Result:
     import lightning.pytorch as pl
 
     from lightning_bayes import LaplaceCallback
 
+    _, make, shape = NETWORKS[network]
+
     class Classifier(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.network = resnet18(10)
+            self.network = make(10)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.network(x)
+            f = self.network(x)
+            return f if isinstance(f, Tensor) else f.logits
 
         def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
             return nn.functional.cross_entropy(self(batch[0]), batch[1])
@@ -177,7 +245,7 @@ def measure_test(quick: bool) -> Result:
 
     torch.manual_seed(0)
     size, n = (4, 2) if quick else (BATCH, 8)
-    train, test_data = (DataLoader(TensorDataset(*_batch((3, 32, 32), 10, k * size)), size) for k in (n // 2, n))
+    train, test_data = (DataLoader(TensorDataset(*_batch(shape, 10, k * size)), size) for k in (n // 2, n))
     module, callback = Classifier(), LaplaceCallback("classification", progress=False)
     parts = ("logger", "progress_bar", "checkpointing", "model_summary")
     quiet: Any = {part if part == "logger" else f"enable_{part}": False for part in parts}
@@ -188,7 +256,7 @@ def measure_test(quick: bool) -> Result:
     return side_by_side(lambda: test, partial(plain.test, module, test_data, verbose=False), 1 if quick else 5)
 
 
-def measure_estimate(network: str, quick: bool) -> Result:
+def measure_estimate(network: str, stage: str, quick: bool) -> Result:
     from lightning_bayes import fit_laplace
     from lightning_bayes.curvature import choose_subset
     from lightning_bayes.jacobian.cost import estimate_cost
@@ -196,12 +264,19 @@ def measure_estimate(network: str, quick: bool) -> Result:
     make, shape = KINDS[network]
     torch.manual_seed(0)
     net, size = make(10).eval(), 2 if quick else BATCH
-    data = [_batch(shape, 10, size) for _ in range(1 if quick else 4)]
+    data = [_batch(shape, 10, size) for _ in range(1 if quick else IMAGES // size)]
     x = data[0][0]
-    estimate = estimate_cost(net, x, choose_subset(net, x, "all")).predict
-    posterior = fit_laplace(net, data, prior_precision=10.0)
-    result = side_by_side(lambda: partial(posterior.predict, x), partial(_forward, net, x), 3)
-    return Estimate(**{**vars(result), "extra": {"estimated forward passes": estimate}})
+    cost = estimate_cost(net, x, choose_subset(net, x, "all"))
+    fit = partial(fit_laplace, net, data, prior_precision=10.0)
+    if stage == "fit":
+        estimated, epoch = cost.epochs(len(data) * size), partial(_epoch, make(10), data)
+        result = side_by_side(lambda: lambda: fit().log_marginal_likelihood(), epoch, 2)
+    else:
+        estimated, posterior = getattr(cost, stage), fit()
+        held_out = [_batch(shape, 10, size)]
+        use = partial(posterior.predict, x) if stage == "predict" else partial(posterior.tune_prior, "auto", held_out)
+        result = side_by_side(lambda: use, partial(_forward, net, x), 3)
+    return Estimate(**{**vars(result), "extra": {"estimated": estimated}})
 
 
 def _batch(shape: tuple[int, ...], classes: int, size: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """The tables of speed in the README and on the pages of methods, generated from the kept results.
 
 The README has a few rows between two marks. `costs.md` has one section for each page, which the page includes with
-`--8<-- "benchmarks/results/costs.md:l2m"`, and the section `overview` with all rows.
+`--8<-- "benchmarks/results/costs.md:l2m"`, and the section `overview` with all rows. The section `cost` has a table of
+networks and stages.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import fill
 
 from benchmarks import peers
+from benchmarks.cost import table_of_networks
 from benchmarks.report import noise, number, table
 from benchmarks.rows import OURS, Row
 
@@ -45,6 +47,8 @@ NAMES = {  # rows and their labels, by page
         "cost/ResNet-18/10 classes/all/tune": '– `tune="auto"` on 64 images',
         "cost/ResNet-18/10 classes/all/predict": "– predict 64 images",
         "cost/ResNet-18/10 classes/all/bnn": '– the same with "bnn", 100 samples',
+        "cost/ResNet-18/1000 classes/all/predict": "ResNet-18, 1,000 classes, all weights: predict 64 images, unsure",
+        "cost/ResNet-18/1000 classes, sure/all/predict": "– sure",
     },
     "networks": {
         "many_classes/ResNet-18/fit": "fit to 64 images with 1,000 classes instead of 10: ResNet-18",
@@ -118,6 +122,7 @@ def costs(conditions: str, rows: Sequence[Row]) -> str:
     """One section for each page, with the conditions of its numbers."""
     said = fill(f"Measured on {_dates(rows)}, {conditions}. {noise(rows)}".strip(), WIDTH, break_long_words=False)
     tables = {page: _table(names, rows) for page, names in {"overview": SHOWN, **NAMES}.items()}
+    tables["cost"] = table_of_networks(rows)
     sections = [section(page, f"{lines}\n\n{said}") for page, lines in tables.items() if lines]
     return "\n\n".join(sections) + "\n"
 

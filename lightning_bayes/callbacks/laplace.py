@@ -37,7 +37,7 @@ from lightning_bayes.curvature.low_rank import n_vectors
 from lightning_bayes.curvature.sharded_diagonal import check_layers
 from lightning_bayes.jacobian.cost import estimate_cost
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network import DataError, Processes
+from lightning_bayes.network import DataError, Processes, Subset
 from lightning_bayes.network.gathered_layer import gathered
 from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.network.messages import inform, warn
@@ -321,16 +321,8 @@ class LaplaceCallback(PosteriorCallback):
         weights = choose_subset(network, x, arguments["subset"])
         GaussianPrior.of(self._prior.read(network), weights)
         first = next(iter(weights.parameters(network).values()))
-        if self.subset in ("all", "auto") and (everything := choose_subset(network, x, "all")).size > SMALL:
-            passes = estimate_cost(network, x, everything).predict
-            given_up = weights.size < everything.size
-            instead = (
-                "it uses the last layer, unless you set subset='all'" if given_up else "subset='last_layer' takes one"
-            )
-            inform(
-                f"{self.name}: over all {everything.size} weights, a prediction would take about {passes:.0f} forward "
-                f"passes of its batch; {instead}"
-            )
+        if self.subset in ("all", "auto"):
+            self._announce_cost(network, x, weights)
         if weights.size > DRY_RUN_LIMITS.get(self.structure.kind, math.inf):
             arguments["structure"] = "diag"  # needs the same gradients but no large matrices
         likelihood, seed = arguments.pop("likelihood"), arguments.pop("seed")
@@ -342,6 +334,31 @@ class LaplaceCallback(PosteriorCallback):
         elif self.structure.kind == "full":  # stores one row per output, or a matrix and its Cholesky factor
             rows = 3 * self._n_data * n_outputs if self._n_data is not None else math.inf
             check_memory("full", int(min(rows, 2 * weights.size)), weights.size, first)
+
+    def _announce_cost(self, network: nn.Module, x: Any, weights: Subset) -> None:
+        """For a large network, report what the posterior will cost, and what the other choice of weights would cost."""
+        everything = choose_subset(network, x, "all")
+        if everything.size <= SMALL:
+            return
+        sampled = self.options.curvature == "fisher_mc" or isinstance(self.options.curvature, FisherMC)
+        n = math.inf if self._n_data is None else self._n_data  # unknown: without what does not grow with the data
+
+        def described(subset: Subset) -> str:
+            cost = estimate_cost(network, x, subset, sampled)
+            tune = "" if self.tune is None else f"{_number(cost.tune)} forward passes of the validation data to tune, "
+            return (
+                f"about {_number(cost.epochs(n))} plain epochs to fit, {tune}and {_number(cost.predict)} forward "
+                "passes of a batch to predict"
+            )
+
+        if weights.size == everything.size:
+            own, other, subset = f"all {weights.size:,} weights", choose_subset(network, x, "last_layer"), "last_layer"
+        else:
+            own, other, subset = f"the last layer ({weights.size:,} weights)", everything, "all"
+        inform(
+            f"{self.name}: a posterior over {own} takes {described(weights)}; with subset={subset!r} "
+            f"({other.size:,} weights), {described(other)}"
+        )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -404,3 +421,7 @@ class LaplaceCallback(PosteriorCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._data.epoch = Epoch(**state_dict.get("epoch", {}))
+
+
+def _number(value: float) -> str:
+    return f"{value:.2g}" if value < 10 else f"{value:,.0f}"

@@ -139,13 +139,14 @@ class Recorder(TorchFunctionMode):
                 ids, lead = arguments["input"], int(arguments["input"].ndim > 1)
                 shape = (self._size, *ids.shape[lead:])
                 arguments["input"], z = ids.expand(shape), z.expand(*shape, -1)
-        if arguments is not None:
-            self._record(func, arguments, z, *(self._rows(arguments.get(part)) for part in ("weight", "bias")))
-        return z
+        if arguments is None:
+            return z
+        return self._record(func, arguments, z, *(self._rows(arguments.get(part)) for part in ("weight", "bias")))
 
     def _record(
         self, func: Any, arguments: dict[str, Any], z: Tensor, weight: ParameterRows | None, bias: ParameterRows | None
-    ) -> None:
+    ) -> Tensor:
+        """Record a call; returns its output `z`."""
         # A call under no_grad, or without a rule, is left to the exact per-example gradients.
         if (
             (weight or bias)
@@ -156,6 +157,7 @@ class Recorder(TorchFunctionMode):
             # Keep the edge, not z: an in-place activation may overwrite z, and z would take memory.
             edge, x = get_gradient_edge(z), arguments["input"]
             self.calls.append(Call(layer.kind, weight, bias, layer, edge, z.shape, Version.of(x)))
+        return z
 
     def _shared_table(self, arguments: dict[str, Any]) -> str | None:
         """The name of an embedding whose rows all examples share, or None."""
@@ -193,8 +195,9 @@ class Recorder(TorchFunctionMode):
         """Run and record a linear layer with selected rows of the weight and of the bias."""
         part = weight if out == slice(None) else weight[out]
         z = F.linear(x, part, bias if bias is None or biased == slice(None) else bias[biased])
-        self._record(F.linear, {"input": x, "weight": part}, z, self._rows(weight, out), self._rows(bias, biased))
-        return z
+        return self._record(
+            F.linear, {"input": x, "weight": part}, z, self._rows(weight, out), self._rows(bias, biased)
+        )
 
 
 _LINEAR = ("input", "weight", "bias")

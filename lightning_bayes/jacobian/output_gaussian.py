@@ -187,6 +187,10 @@ class LayerJacobian(Jacobian):
         of_layers = self._layer_gradients(f, matched.used, columns, matched.plain) if matched.used else []
         return OutputGradients(self, len(columns), of_layers, self._unmatched(columns))
 
+    def layer_gradients(self, columns: Tensor) -> list[Tensor]:
+        """The gradients of weighted sums of outputs at the output of every call.  # [K, B, ...] -> one [K, *z.shape]"""
+        return self._layer_gradients(self.f, self.matched.used, columns, self.matched.plain)
+
     def _unmatched(self, columns: Tensor) -> dict[str, Tensor]:
         """The Jacobians of parameters without a layer rule.  # [K, B, p]"""
         jacobians: dict[str, list[Tensor]] = {name: [] for name in self.matched.unmatched_parameters}

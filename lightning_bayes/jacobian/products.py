@@ -77,7 +77,7 @@ class Jacobian:
         if forward and batched:
             return self._together(directions)[1].detach()
         if forward:
-            with _forward_mode(self._recurrent):
+            with forward_mode(self.is_recurrent):
                 return torch.stack([self._jvp(d)[1] for d in _each(directions)]).detach()
         backward = self._linear_pullback()
         with quiet():
@@ -103,7 +103,7 @@ class Jacobian:
         directions = self._directions(v)
         if self._backward is None:
             try:
-                with _forward_mode(self._recurrent):
+                with forward_mode(self.is_recurrent):
                     f, Jv = self._jvp(directions)
                 if self._differentiable:
                     check_norms(f)
@@ -147,7 +147,7 @@ class Jacobian:
         return {name: p.detach() for name, p in self._parameters.items()}
 
     @cached_property
-    def _recurrent(self) -> bool:
+    def is_recurrent(self) -> bool:
         return any(isinstance(module, nn.RNNBase) for module in self._network.modules())
 
     @cached_property
@@ -175,7 +175,7 @@ class Jacobian:
 
     def _together(self, directions: Directions) -> tuple[Tensor, Tensor]:
         """`f(x)`, which all directions share, and `Jv` of each direction."""
-        with _forward_mode(self._recurrent), quiet():
+        with forward_mode(self.is_recurrent), quiet():
             f, JV = vmap(self._jvp)(directions)
         return f, JV
 
@@ -254,7 +254,7 @@ def _each(directions: Directions) -> Iterator[Directions]:
 
 
 @contextmanager
-def _forward_mode(recurrent: bool) -> Iterator[None]:
+def forward_mode(recurrent: bool) -> Iterator[None]:
     """Hide PyTorch's own deprecation warnings, and avoid the recurrent layers of oneDNN, which have no forward mode."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.jit.*", category=Warning)

@@ -34,7 +34,8 @@ class GLM(PredictiveOption):
 
     Args:
         link: how to integrate over a classifier's outputs: "probit", "pairwise", "bridge" or "mc". By default the link
-            that the posterior was calibrated with, or else the first link of the likelihood.
+            that the posterior was calibrated with, or else the first link of the likelihood; with more than 16 classes
+            "mc".
         samples: the number of sampled outputs or functions to average over where there is no closed form.
     """
 

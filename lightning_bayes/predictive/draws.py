@@ -13,7 +13,8 @@ with their residual variance:
 
 This is exact up to `v/m` if all outputs have the covariance `τ² 11ᵀ + vI`. If the leading classes have at least a
 probability of `MASS`, the total variation distance between these draws and the exact predictive is .001 to .01, less
-than with 100 drawn functions. Inputs whose leading classes have a smaller probability use drawn functions instead.
+than with 100 drawn functions. For other inputs all outputs are drawn, for one input at a time if the structure allows
+it, because this needs fewer random numbers than weights (see `jacobian.output_draws`).
 
 The weight samples also give the moments of an **autoencoder** in its latent and output space (Laplacian autoencoders,
 figure 2), for any module with submodules `encoder` and `decoder`. Each sample `θ_s = (ψ_s, φ_s)` is an encoder `e_ψ`
@@ -30,12 +31,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, flag, word
+from lightning_bayes.jacobian.output_draws import output_draws
 from lightning_bayes.jacobian.output_gaussian import selected_covariances
 from lightning_bayes.jacobian.products import Jacobian
 from lightning_bayes.likelihoods.outputs import check_generator, draw_gaussian, gaussian_nodes
@@ -50,6 +53,7 @@ from lightning_bayes.predictive.prediction import TensorFields
 
 CHUNK, MOST_CHUNK = 2**28, 2**30  # bytes of the samples that go through the network together
 SHARED = 2**30  # bytes of weight samples that batches share, and of draws of many classes
+EXAMPLES = 2**24  # layer outputs of the examples whose outputs are drawn together
 LEADING = 16  # classes with an exact covariance
 MASS = 0.97  # the probability that the leading classes must have
 
@@ -161,11 +165,10 @@ def class_draws(
     posterior: GaussianPosterior, x: Any, mean: Tensor, n: int, generator: torch.Generator | None
 ) -> Tensor:
     """`n` draws of the linearised network's logits by their leading classes. Inputs whose leading classes have too
-    little probability use `sample_functions` instead.  # [n, B, C]"""
-    noise = copied_generator(mean.device)  # so that functions draw the same numbers as without leading classes
-    if generator is not None:
-        noise = generator_on(mean.device)
-        noise.set_state(generator.get_state())
+    little probability use `_drawn_outputs` instead.  # [n, B, C]"""
+    noise = _same_generator(
+        generator, mean.device
+    )  # so that functions draw the same numbers as without leading classes
     leading = mean.topk(LEADING, dim=1).indices  # [B, m]
     with posterior.linearised(x) as (plan, own):
         Σ = selected_covariances(posterior.network, plan, posterior.precision, own, leading)
@@ -179,8 +182,42 @@ def class_draws(
     mass = draws.softmax(2).gather(2, index).sum(2).mean(0)  # [B]
     rows = (mass < MASS).nonzero()[:, 0].tolist()
     if rows:
-        draws[:, rows] = sample_functions(posterior, inputs.take(posterior.network, x, rows), n, generator).to(draws)
+        draws[:, rows] = _drawn_outputs(posterior, inputs.take(posterior.network, x, rows), mean[rows], n, generator)
     return draws
+
+
+def _drawn_outputs(
+    posterior: GaussianPosterior, x: Any, mean: Tensor, n: int, generator: torch.Generator | None
+) -> Tensor:
+    """`n` draws of the linearised network's outputs, with the right law for each input. They come in pairs, `m ± Jv`,
+    because the second of a pair costs nothing.  # [n, B, C]"""
+    with posterior.linearised(x) as (plan, own):
+        few = max(1, EXAMPLES // max(plan.n_activations, 1))
+        parts = [slice(start, start + few) for start in range(0, len(mean), few)]
+        draws = []
+        for part in parts:
+            outputs = output_draws(
+                posterior.network, plan, posterior.precision, inputs.take(posterior.network, own, part)
+            )
+            if outputs is None:
+                break
+            together = max(1, CHUNK // (mean.element_size() * len(mean[part]) * plan.n_activations))
+            noise = _same_generator(generator, mean.device)
+            pairs = (n + 1) // 2
+            numbers = (torch.randn(outputs.size, generator=noise, device=noise.device) for _ in range(pairs))
+            moves = [outputs(torch.stack(list(islice(numbers, together))).to(mean)) for _ in range(0, pairs, together)]
+            Jv = torch.cat(moves)
+            draws.append(mean[part] + torch.cat([Jv, -Jv])[:n])
+    return sample_functions(posterior, x, n, generator).to(mean) if len(draws) < len(parts) else torch.cat(draws, 1)
+
+
+def _same_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+    """A generator with the same state, or with PyTorch's own."""
+    if generator is None:
+        return copied_generator(device)
+    same = generator_on(device)
+    same.set_state(generator.get_state())
+    return same
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -62,7 +62,7 @@ class Scoring:
     def link_of(self, likelihood: Likelihood, law: OutputLaw) -> str:
         if not self.predictive.is_linear:
             return law.choose_link(likelihood, None)
-        default = None if law.draws is not None or self.of is None else likelihood.calibrated_link
+        default = None if law.prefers_draws(likelihood) or self.of is None else likelihood.calibrated_link
         return law.choose_link(likelihood, self.predictive.link or default)
 
     def integrate(self, likelihood: Likelihood, law: OutputLaw) -> Predictive:

@@ -1,7 +1,15 @@
 """Symmetric positive semi-definite matrices over a network's parameters, each with the operations that its form
 supports."""
 
-from lightning_bayes.structures.base import Eigenbasis, InverseTerms, Layout, Piece, Structure, StructureError
+from lightning_bayes.structures.base import (
+    Eigenbasis,
+    InverseTerms,
+    LayerMoves,
+    Layout,
+    Piece,
+    Structure,
+    StructureError,
+)
 from lightning_bayes.structures.block_diagonal import BlockDiagonal
 from lightning_bayes.structures.dense import Dense
 from lightning_bayes.structures.diagonal import Diagonal
@@ -26,6 +34,7 @@ __all__ = [
     "InverseTerms",
     "JacobianColumns",
     "Kronecker",
+    "LayerMoves",
     "Layout",
     "LowRank",
     "LowRankCovariance",

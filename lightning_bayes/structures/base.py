@@ -158,6 +158,14 @@ class Eigenbasis:
         return Eigenbasis(self.values[kept], counts, None if self.groups is None else self.groups[kept])
 
 
+@dataclass(frozen=True, eq=False)
+class LayerMoves:
+    """Random changes of a layer's outputs, as a function of standard normal numbers."""
+
+    size: int  # numbers per draw
+    moves: Callable[[Tensor], Tensor]  # [n, size] -> [n, G, B, T, O]
+
+
 class Structure(ABC):
     """A symmetric positive semi-definite matrix `M` over `P` parameters."""
 
@@ -365,6 +373,18 @@ class Structure(ABC):
     def row_covariances(cls: type[Self], blocks: Sequence[Self], rows: Tensor, form: CovarianceForm) -> list[Tensor]:
         """`J M⁻¹ Jᵀ` for several blocks `M` that share an eigenbasis, from arranged rows of the Jacobian."""
         return [form.quadratic(block, rows) for block in blocks]
+
+    def layer_moves(self, a: Tensor, shape: tuple[int, ...]) -> LayerMoves:
+        """Draws of `V a` for a layer's weights `V ~ N(0, M⁻¹)` of this shape `(G, O, I)` and inputs `a` `[G, B, T, I]`.
+        They have the right law for each example, not for several examples together."""
+
+        def moves(noise: Tensor) -> Tensor:
+            V = self.root_solve(noise).unflatten(-1, shape)  # [n, G, O, I]
+            rows = V.permute(1, 3, 0, 2).flatten(2)  # [G, I, n·O]
+            z = (a.flatten(1, 2) @ rows).unflatten(-1, (len(noise), shape[1])).unflatten(1, a.shape[1:3])
+            return z.permute(3, 0, 1, 2, 4)
+
+        return LayerMoves(self.size, moves)
 
     def to_state(self) -> dict[str, Any]:
         """The name and the parts, for a file. A subclass without its own name is stored as its parent class."""

@@ -27,7 +27,14 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.network.float64 import cast_like, eigh, in_float64
-from lightning_bayes.structures.base import Eigenbasis, Structure, StructureError, cached_outside_graphs, positive
+from lightning_bayes.structures.base import (
+    Eigenbasis,
+    LayerMoves,
+    Structure,
+    StructureError,
+    cached_outside_graphs,
+    positive,
+)
 from lightning_bayes.structures.block_diagonal import BlockDiagonal
 from lightning_bayes.structures.factor import Factor
 from lightning_bayes.structures.output_covariance import (
@@ -40,6 +47,8 @@ from lightning_bayes.structures.output_covariance import (
 )
 
 NARROW = 64  # with at most this many columns, fewer multiplications save no time
+FEW_POSITIONS = 16  # with more, draws of a layer's outputs take a draw of its weights
+JITTER = 64  # times eps: relative to its largest variance, what a singular covariance of positions gets for its root
 NEGLIGIBLE = 2**13  # times eps: draws ignore smaller λμ/δ, which in float32 changes standard deviations by up to .0005
 
 
@@ -261,6 +270,30 @@ class Kronecker(Structure):
         tail = 1 if right.remainder is None else right.size
         return rotated_covariances(variances, a, g, form, left.rotate, None if in_basis else right.rotate, tail)
 
+    def layer_moves(self, a: Tensor, shape: tuple[int, ...]) -> LayerMoves:
+        """With few positions, `V a` of one example is a small Gaussian: with `ã = E_Aᵀ a`, the rows of `E_Gᵀ V a` are
+        independent, and row `o` has the covariance `S_o = Σ_i W_oi ã_i ã_iᵀ` `[T, T]`. The draws are
+        `E_G (L_o (E_Gᵀ ε)_o)` with `L_o L_oᵀ = S_o`; they need `G·T·O` random numbers instead of `G·O·I`."""
+        O, T = self.shape[1], a.shape[2]
+        live = None if self.right.vectors is None else self.right.live
+        I = self.right.size if live is None else int(live.sum())
+        if T > FEW_POSITIONS or T + O > I + I * (O + I) // (64 * T):  # per draw, with weights for 64 examples
+            return super().layer_moves(a, shape)
+        (block,), a = ([self], a) if live is None or _is_most(live) else self._on_nonzero_inputs([self], a)
+        right = block.right
+        roots = _position_roots(rotate_inputs(a, right.rotate), right.expand(block._inverse_values, -1))
+
+        def moves(noise: Tensor) -> Tensor:
+            ε = noise.unflatten(-1, (shape[0], T, O)).transpose(0, 1)  # [G, n, T, O]
+            z = self.left.rotate(ε.flatten(1, 2)).unflatten(1, ε.shape[1:3])
+            if T == 1:
+                z = roots.unsqueeze(1) * z.unsqueeze(2)  # [G, n, B, 1, O]
+            else:
+                z = (roots @ z.permute(0, 3, 2, 1).unsqueeze(1)).permute(0, 4, 1, 3, 2)  # [G, n, B, T, O]
+            return self.left.rotate_back(z.flatten(1, 3)).unflatten(1, z.shape[1:4]).transpose(0, 1)
+
+        return LayerMoves(shape[0] * T * O, moves)
+
     def input_factor(self, rows: Tensor) -> Factor:
         values = self.left.times_multiplicity(self.values, -2).sum(-2)  # [g, I]
         k = self.right.values.shape[-1]
@@ -351,6 +384,22 @@ class PartialRoot:
             change = _product(E_G, c * _product(E_G.mT, used, E_A), E_A.mT)
             root = root.add_(change) if self.inputs is None else root.index_add_(-1, self.inputs, change)
         return root
+
+
+def _position_roots(a: Tensor, W: Tensor) -> Tensor:
+    """`L_o` with `L_o L_oᵀ = Σ_i W_oi a_i a_iᵀ` for each example; `√S_o` for a single position.
+    # [G, B, T, I], [G, O, I] -> [G, B, O, T, T], or [G, B, 1, O]"""
+    T, W = a.shape[2], cast_like(W, a)
+    if T == 1:
+        return (a.square().squeeze(2) @ W.mT).sqrt().unsqueeze(2)
+    S = a.new_empty(*a.shape[:2], W.shape[1], T, T)
+    for t in range(T):
+        pairs = a[:, :, t:] * a[:, :, t : t + 1]  # [G, B, u, I]
+        S[..., t, t:] = S[..., t:, t] = (pairs.flatten(1, 2) @ W.mT).unflatten(1, pairs.shape[1:3]).mT
+    diagonal = S.diagonal(dim1=-2, dim2=-1)
+    scale = diagonal.amax(-1, keepdim=True)
+    diagonal += torch.where(scale > 0, JITTER * torch.finfo(S.dtype).eps * scale, 1)
+    return torch.linalg.cholesky_ex(S).L * (scale > 0).unsqueeze(-1)
 
 
 def _product(A: Tensor, V: Tensor, B: Tensor) -> Tensor:

@@ -474,6 +474,10 @@ def test_a_large_network_is_told_what_its_predictions_will_cost(
         for subset in ("auto", "all"):
             run(tmp_path, laplace(tune=None, calibrate=None, subset=subset), Wide(), max_steps=1)
         run(tmp_path, laplace(tune=None, calibrate=None), Classifier(), max_steps=1)
-    said = [message for message in caplog.messages if "forward passes" in message]
-    assert len(said) == 2
-    assert all("last" in message for message in said)
+    said = [message for message in caplog.messages if "to predict" in message]
+    assert len(said) == 2  # nothing of a small network
+    for message, chosen, other in zip(said, ("all", "all"), ("last_layer", "last_layer"), strict=True):
+        assert message.startswith(f"laplace: a posterior over {chosen} 1,")
+        assert f"subset={other!r}" in message
+        assert message.count("plain epochs to fit") == message.count("forward passes of a batch to predict") == 2
+        assert "to tune" not in message

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, addmm_flop, baddbmm_flop
 
 from lightning_bayes import fit_laplace
 from lightning_bayes.curvature import choose_subset
-from lightning_bayes.jacobian.cost import Work, count_work, estimate_cost
+from lightning_bayes.jacobian.cost import Decomposition, Work, count_work, estimate_cost
 from lightning_bayes.jacobian.plan import make_plan
 from lightning_bayes.network.borrowed import borrowed
 
@@ -94,32 +96,47 @@ def work_of(network: nn.Module, x: Tensor) -> Work:
         return count_work(network, x, plan, plan.n_outputs, activation=0)
 
 
-@pytest.mark.parametrize("make", NETWORKS, ids=["mlp", "cnn", "attention", "resnet", "mobilenet", "recurrent"])
-def test_counted_multiplications_of_a_prediction_are_within_a_factor_of_two(make: object) -> None:
-    network, x = make()  # type: ignore[operator]
-    y = torch.randint(4, (len(x),))
-    posterior = fit_laplace(network, [(x, y)])
-    posterior.predict(x[:2])  # traces the network
-    with FlopCounterMode(display=False) as counter:
-        posterior.predict(x)
-    counted = counter.get_total_flops() / (2 * len(x))
-    work = work_of(network, x)
-    estimated = work.forward + sum(work.predict.values())
-    assert 0.5 <= estimated / counted <= 2
+IDS = ["mlp", "cnn", "attention", "resnet", "mobilenet", "recurrent"]
 
 
-@pytest.mark.parametrize("make", NETWORKS, ids=["mlp", "cnn", "attention", "resnet", "mobilenet", "recurrent"])
-def test_counted_multiplications_of_a_fit_are_within_a_factor_of_two(make: object) -> None:
-    network, x = make()  # type: ignore[operator]
-    data = [(x, torch.randint(4, (len(x),)))]
-    fit_laplace(network, data)  # traces the network
+def counted_by(work: Callable[[], object], x: Tensor) -> float:
+    """Multiplications per example, without eigendecompositions."""
     with FlopCounterMode(display=False) as counter:
         counter.flop_registry.update(IN_PLACE)
-        fit_laplace(network, data)
-    counted = counter.get_total_flops() / (2 * len(x))  # without eigendecompositions
+        work()
+    return counter.get_total_flops() / (2 * len(x))
+
+
+@pytest.mark.parametrize("make", NETWORKS, ids=IDS)
+def test_counted_multiplications_are_within_a_factor_of_two(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+    network, x = make()
+    data = [(x, torch.randint(4, (len(x),)))]
+    posterior = fit_laplace(network, data)
+    posterior.predict(x[:2])  # traces the network
     work = work_of(network, x)
-    estimated = work.forward + sum(work.fit.values())
-    assert 0.5 <= estimated / counted <= 2
+    for kind, run in {
+        "fit": lambda: fit_laplace(network, data),
+        "tune": lambda: posterior.tune_prior("auto", data),
+        "predict": lambda: posterior.predict(x),
+    }.items():
+        estimated = work.forward + sum(getattr(work, kind).values())
+        assert 0.5 <= estimated / counted_by(run, x) <= 2, kind
+
+
+@pytest.mark.parametrize("make", [mlp, cnn, partial(blocks, 1)], ids=["mlp", "cnn", "resnet"])
+def test_counted_multiplications_of_drawn_outputs_are_within_a_factor_of_two(make: Any) -> None:
+    network, x = make()
+    network[-1] = nn.Linear(network[-1].in_features, 90)  # more outputs than an exact covariance takes
+    posterior = fit_laplace(network, [(x, torch.arange(len(x)) % 90)], curvature="fisher_mc", prior_precision=1e-3)
+    posterior.predict(x[:2])
+    work = work_of(network, x)
+    counted = counted_by(lambda: posterior.predict(x), x)
+    assert 0.5 <= (work.forward + sum(work.predict.values())) / counted <= 2
+
+
+def test_a_decomposition_costs_no_more_than_its_rows_allow() -> None:
+    wide = Decomposition(1, width=1000, rows=1)
+    assert wide.work(10**6) == wide.work(1000) > 100 * wide.work(50)
 
 
 def test_the_last_layer_costs_a_fraction_of_all_weights() -> None:

@@ -1,6 +1,7 @@
 """Many outputs: functions of the linearised network that go through it several at a time."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from predictive_cases import linearised_draws
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_bayes import GLM, Categorical, LaplacePosterior, Prediction, fit_laplace
+from lightning_bayes import GLM, Categorical, Kron, LaplacePosterior, Prediction, fit_laplace
+from lightning_bayes.jacobian.output_draws import output_draws
 from lightning_bayes.jacobian.output_gaussian import selected_covariances
 from lightning_bayes.jacobian.products import Jacobian
 from lightning_bayes.likelihoods.outputs import draw_gaussian
@@ -248,14 +250,16 @@ def test_a_temperature_is_applied_without_the_split() -> None:
 # -- many classes ------------------------------------------------------------------------------------------------------
 
 
-def many_classes(C: int = 400) -> tuple[LaplacePosterior, Tensor]:
+def many_classes(C: int = 400, curvature: str = "ggn") -> tuple[LaplacePosterior, Tensor]:
     """A posterior, and inputs of which some have a few likely classes and some have many."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 12), nn.Tanh(), nn.Linear(12, C)).double()
     with torch.no_grad():
         network[2].weight.mul_(20)
     x = real(200, 3)
-    posterior = fit_laplace(network, [(x, network(x).argmax(1))], structure="kron", prior_precision=200.0)
+    posterior = fit_laplace(
+        network, [(x, network(x).argmax(1))], structure="kron", curvature=curvature, prior_precision=200.0
+    )
     return posterior, torch.cat([2 * real(8, 3, seed=3), 1e-3 * real(3, 3, seed=4)])
 
 
@@ -266,7 +270,7 @@ def test_leading_classes_agree_with_many_draws_of_the_exact_gaussian() -> None:
     exact = torch.stack([draw_gaussian(mean, Σ, 4000, seeded(n)).softmax(2).mean(0) for n in range(5)]).mean(0)
     law, generator = output_law(posterior, x, GLM(samples=100), seeded(2)), seeded(2)
     functions = sample_functions(posterior, x, 100, generator)
-    drawn = (law.draws - functions).abs().amax((0, 2)) < 1e-9  # [B]
+    drawn = (law.draws[:50] + law.draws[50:] - 2 * mean).abs().amax((0, 2)) < 1e-9  # pairs m ± Jv [B]
     assert 2 <= int(drawn.sum()) <= 9
     mass = exact.gather(1, mean.topk(draws.LEADING, 1).indices).sum(1)
     assert ((mass < draws.MASS) == drawn)[(mass - draws.MASS).abs() > 0.005].all()
@@ -287,9 +291,105 @@ def test_the_covariances_of_selected_outputs_are_those_of_all_outputs() -> None:
     torch.testing.assert_close(Σ, expected, **TIGHT)
 
 
-def test_one_input_of_many_classes_has_one_value() -> None:
-    posterior, x = many_classes()
+@pytest.mark.parametrize("predictive", ["glm", "bnn"])
+@pytest.mark.parametrize("C", [10, 100, 1000])
+def test_one_input_has_one_value_in_any_batch_and_place(C: int, predictive: str) -> None:
+    posterior, x = many_classes(C, "fisher_mc")
+    order = torch.randperm(len(x), generator=seeded(1))
+    whole = posterior.predict(x, predictive, generator=seeded())
+    moved = posterior.predict(x[order], predictive, generator=seeded())
+    parts = [posterior.predict(part, predictive, generator=seeded()) for part in x.split([1, 1, 3, 6])]
+    for name, values in whole.numpy().items():
+        expected = torch.from_numpy(values)
+        torch.testing.assert_close(torch.from_numpy(Prediction.cat(parts).numpy()[name]), expected, **TIGHT)
+        torch.testing.assert_close(torch.from_numpy(moved.numpy()[name]), expected[order], **TIGHT)
+
+
+def test_a_large_batch_predicts_as_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    posterior, x = many_classes(100)
+    x = x.repeat(7, 1)
     whole = posterior.predict(x, generator=seeded())
-    parts = Prediction.cat([posterior.predict(part, generator=seeded()) for part in x.split([1, 3, 7])])
-    for name, values in parts.numpy().items():
-        torch.testing.assert_close(torch.from_numpy(values), torch.from_numpy(whole.numpy()[name]), **TIGHT)
+    monkeypatch.setattr(import_module("lightning_bayes.predictive.predict"), "SHARED", 40 * 100 * 100 * 8)
+    torch.testing.assert_close(posterior.predict(x, generator=seeded()).probs, whole.probs, **TIGHT)
+
+
+# -- draws for one input ----------------------------------------------------------------------------------------------
+
+
+class Towers(nn.Module):
+    """A layer that is called twice, groups, a norm, an embedding table and a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(2, 4, 3, padding=1, groups=2), nn.BatchNorm1d(4)
+        self.shared, self.bias, self.out = nn.Linear(4, 4), nn.Parameter(torch.randn(4)), nn.Linear(12, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.conv(x)).relu_().mT  # [B, T, 4]
+        return self.out((self.shared(self.shared(h).tanh()) + self.bias).flatten(1))
+
+
+@pytest.mark.parametrize("options", [{}, {"structure": Kron(rank=3)}, {"structure": "ekfac"}, {"structure": "diag"}])
+def test_drawn_outputs_of_an_input_have_the_covariance_of_the_linearised_network(options: dict[str, Any]) -> None:
+    network, x = made(Towers), real(5, 2, 3)
+    posterior = fit_laplace(network, [(real(40, 2, 3, seed=1), torch.arange(40) % 20)], **options)
+    mean, Σ = posterior.functional(x)
+    with posterior.linearised(x) as (plan, own):
+        outputs = output_draws(posterior.network, plan, posterior.precision, own)
+        assert outputs is not None
+        drawn = outputs(torch.randn(20_000, outputs.size, generator=seeded(3), dtype=mean.dtype))  # [n, B, C]
+    scale = Σ.diagonal(dim1=1, dim2=2).sqrt()
+    error = torch.einsum("sbc,sbd->bcd", drawn, drawn) / 20_000 - Σ
+    assert (error.abs() / (scale.unsqueeze(1) * scale.unsqueeze(2))).max() < 5 * (2 / 20_000) ** 0.5
+    assert (drawn.mean(0).abs() / scale).max() < 5 / 20_000**0.5
+
+
+def test_layers_with_few_positions_need_no_random_number_per_weight() -> None:
+    posterior = fit_laplace(made(lambda: nn.Sequential(nn.Linear(3, 50), nn.Tanh(), nn.Linear(50, C))), [(X, Y)])
+    with posterior.linearised(X) as (plan, own):
+        outputs = output_draws(posterior.network, plan, posterior.precision, own)
+    assert outputs is not None
+    assert outputs.size == 3 * 50 + 50 + C  # weights of the small layer, outputs of the other
+
+
+# -- links and memory --------------------------------------------------------------------------------------------------
+
+
+def test_the_default_link_of_many_classes_is_nearer_to_many_draws() -> None:
+    posterior, x = many_classes(40)
+    posterior = posterior.with_prior(2.0)
+    mean, Σ = posterior.functional(x)
+    exact = torch.stack([draw_gaussian(mean, Σ, 4000, seeded(n)).softmax(2).mean(0) for n in range(5)]).mean(0)
+
+    def distance(link: str | None) -> float:
+        probs = posterior.predict(x, GLM(link=link), generator=seeded(9)).probs
+        return float((0.5 * (probs - exact).abs().sum(1)).mean())
+
+    assert distance(None) < 0.7 * min(distance("probit"), distance("pairwise"))
+    few, x = many_classes(10)
+    assert torch.equal(few.predict(x).probs, few.predict(x, GLM(link="probit")).probs)
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        for t in returned if isinstance(returned, (tuple, list)) else (returned,):
+            self.numel = max(
+                self.numel, t.untyped_storage().nbytes() // t.element_size() if isinstance(t, Tensor) else 0
+            )
+        return returned
+
+
+def test_a_last_layer_needs_no_jacobian() -> None:
+    B, I, C = 64, 100, 20
+    network = made(lambda: nn.Sequential(nn.Linear(3, I), nn.Tanh(), nn.Linear(I, C)))
+    posterior = fit_laplace(network, [(real(30, 3), torch.arange(30) % C)], subset="last_layer")
+    x = real(B, 3, seed=2)
+    posterior.functional(x)  # caches what does not depend on x
+    with Largest() as largest:
+        posterior.functional(x)
+    assert B * C * C <= largest.numel < B * C * I / 2
