@@ -8,7 +8,7 @@ from lightning_bayes.structures.diagonal import Diagonal
 from lightning_bayes.structures.factor import Factor, Gram
 from lightning_bayes.structures.kronecker import EKFAC, EKFACBlockDiagonal, Kronecker
 from lightning_bayes.structures.low_rank import LowRank
-from lightning_bayes.structures.output_covariance import CovarianceForm, JacobianColumns, layer_jacobian
+from lightning_bayes.structures.output_covariance import CovarianceForm, JacobianColumns, layer_jacobian, layer_matrices
 from lightning_bayes.structures.row_space import RowSpace
 from lightning_bayes.structures.sharded import ShardedDiagonal
 
@@ -33,4 +33,5 @@ __all__ = [
     "Structure",
     "StructureError",
     "layer_jacobian",
+    "layer_matrices",
 ]
