@@ -21,6 +21,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch.func import vjp, vmap
 
 from lightning_bayes.jacobian.calls import Call
 from lightning_bayes.jacobian.checks import agree, random_numbers
+from lightning_bayes.jacobian.column_stack import ColumnStack
 from lightning_bayes.jacobian.graph import describe_functions
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import inputs
@@ -57,10 +59,10 @@ class LayerGradients:
         columns = columns.to(f.dtype)
         if self._batched and self._create_graph and describe_functions(f):
             self._batched = False  # batching hides that a custom function has no second derivative
-        if self._batched and len(columns) > 1 and all(call.layer.batches for call in calls):
+        if self._batched and len(columns) > 1 and (way := self._way(f, calls)) is not None:
             try:
                 with quiet():
-                    grads = self._grad(f, calls, columns, is_grads_batched=True)
+                    grads = way(f, calls, columns)
                 wrong = [] if plain else self._wrong(f, calls, columns, [g.detach() for g in grads])
                 if not wrong:
                     return grads
@@ -77,6 +79,18 @@ class LayerGradients:
             by_column = [self._grad(f, calls, column) for column in columns]
             return [torch.stack(grads) for grads in zip(*by_column, strict=True)]
         return self._looped(f, calls, columns)
+
+    def _way(self, f: Tensor, calls: list[Call]) -> Callable[[Tensor, list[Call], Tensor], list[Tensor]] | None:
+        """How to take several columns at once; None for a loop. PyTorch cannot batch convolutions, and a stack of
+        columns can neither be differentiated again nor pass through custom functions."""
+        if all(call.layer.batches for call in calls):
+            return partial(self._grad, is_grads_batched=True)
+        return None if self._create_graph or describe_functions(f) else self._stacked
+
+    def _stacked(self, f: Tensor, calls: list[Call], columns: Tensor) -> list[Tensor]:
+        K, stacks = len(columns), self._grad(f, calls, ColumnStack(columns.contiguous()))
+        # A gradient that is no stack does not depend on the columns, so it is zero.
+        return [g.columns if isinstance(g, ColumnStack) else g.expand(K, *g.shape) for g in stacks]
 
     def _grad(self, f: Tensor, calls: list[Call], columns: Tensor, **options: Any) -> list[Tensor]:
         """One backward pass, with zeros at layers that `f` does not depend on."""

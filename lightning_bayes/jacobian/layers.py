@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_bayes.jacobian.patches import Patches, pad, patch_gram, transposed_patches
-from lightning_bayes.structures import Piece
+from lightning_bayes.structures import Piece, layer_matrices
 
 LARGEST_VOCABULARY = 4096  # the largest vocabulary for which a bag of words has a Kronecker block
 STRIP = 2**23  # bytes of a convolution's patches that are built at a time
@@ -42,7 +42,7 @@ class Layer(ABC):
 
     kind: str  # for messages
     kronecker = True  # whether the curvature block is approximated by a Kronecker product
-    batches = True  # whether one batched backward pass is faster than a loop over columns
+    batches = True  # whether PyTorch's batched backward pass is faster than a loop over columns
 
     @abstractmethod
     def inputs(self, axis: Rows) -> Tensor:
@@ -148,7 +148,7 @@ class Patched(Layer):
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
-    batches = False  # PyTorch has no batched backward of a convolution and would loop
+    batches = False  # PyTorch would loop over columns; see `column_stack`
 
     @abstractmethod
     def patches(self) -> Patches:
@@ -355,13 +355,11 @@ PLAIN = BatchAxis(0)  # one row for each example
 def strip_products(strips: Iterable[Tensor] | None, g: Tensor, bias: bool) -> list[Tensor]:
     """Per-example gradients: `Σ_t g aᵀ` of the weight `[G, B, K, O, I]`, for inputs in strips of positions, and `Σ_t g`
     of the bias `[G, B, K, O, 1]`."""
-    K, G, B, _, O = g.shape
     total: Tensor | None = None
     start = 0
     for a in strips or ():
         T = a.shape[2]
-        rows = g[:, :, :, start : start + T].permute(1, 2, 0, 4, 3).reshape(G, B, K * O, T)
-        product = (rows @ a.to(g.dtype)).reshape(G, B, K, O, -1)
+        product = layer_matrices(a.to(g.dtype), g[:, :, :, start : start + T])
         total = product if total is None else total.add_(product)
         start += T
     of_bias = [g.sum(3).permute(1, 2, 0, 3).unsqueeze(-1)] if bias else []

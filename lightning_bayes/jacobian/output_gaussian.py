@@ -283,8 +283,20 @@ class OutputGradients:
         f = self._jacobian.f
         like = in_float64(f.new_empty(0)) if dtype == torch.float64 else f.new_empty(0, dtype=dtype)
         totals = [form.zeros(len(f), self._K, like) for _ in finders]
+
+        def add_rows(layout: Layout, J: Tensor) -> None:
+            for each in columns:
+                each.add_rows(layout, J)
+            blocks = _blocks(finders, layout)
+            terms = type(blocks[0]).row_covariances(blocks, form.arrange(J), form)
+            for total, term in zip(totals, terms, strict=True):
+                total += term
+
         for layer, calls in self._layers():
             g = cast_like(self._gradients(layer, calls), like)
+            if not layer.kronecker and layer.layout.shape[1] == 1:  # the Jacobian of a norm is smaller than `a` and `g`
+                add_rows(layer.layout, layer.jacobian(calls, g))
+                continue
             blocks = _blocks(finders, layer.layout)
             basis = None if columns else type(blocks[0]).input_basis(blocks, g)
             rotated = None if basis is None else layer.inputs_times(calls, cast_like(basis, like))
@@ -295,13 +307,7 @@ class OutputGradients:
             for total, term in zip(totals, terms, strict=True):
                 total += term
         for name, J in self._unmatched.items():
-            layout, J = self._plan.parameter_layout(name), cast_like(J, like)
-            rows = form.arrange(J)
-            for each in columns:
-                each.add_rows(layout, J)
-            blocks = _blocks(finders, layout)
-            for total, term in zip(totals, type(blocks[0]).row_covariances(blocks, rows, form), strict=True):
-                total += term
+            add_rows(self._plan.parameter_layout(name), cast_like(J, like))
         return totals
 
     def _gradients(self, layer: LayerUse, calls: list[Call]) -> Tensor:

@@ -49,6 +49,21 @@ foreach_clamp_min_, foreach_clamp_max_ = torch._foreach_clamp_min_, torch._forea
 foreach_reciprocal = torch._foreach_reciprocal
 
 
+# `__torch_function__` of a subclass of Tensor that changes only operations below autograd.
+plain_functions = torch._C._disabled_torch_function_impl
+
+
+def wrapper_of(cls: Any, like: Tensor) -> Any:
+    """A tensor of the subclass `cls` without data, with the sizes, strides, dtype and device of `like`."""
+    make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    return make(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
+
+
+def is_mutable(operation: Any) -> bool:
+    """Whether an operation of `torch.ops` writes to one of its arguments."""
+    return operation._schema.is_mutable
+
+
 def conv_forward(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A convolution with the stride, groups and padding of `layer`, and with other weights."""
     return layer._conv_forward(x, weight, bias)  # type: ignore[operator]

@@ -17,7 +17,7 @@ from lightning_bayes.structures.factor import Factor, Gram
 from lightning_bayes.structures.kronecker import EKFAC, EKFACBlockDiagonal, Kronecker, PerOutput, PerOutputBlockDiagonal
 from lightning_bayes.structures.low_rank import LowRank
 from lightning_bayes.structures.low_rank_covariance import LowRankCovariance
-from lightning_bayes.structures.output_covariance import CovarianceForm, JacobianColumns, layer_jacobian
+from lightning_bayes.structures.output_covariance import CovarianceForm, JacobianColumns, layer_jacobian, layer_matrices
 from lightning_bayes.structures.row_space import RowSpace
 from lightning_bayes.structures.sharded import ShardedDiagonal
 
@@ -46,4 +46,5 @@ __all__ = [
     "Structure",
     "StructureError",
     "layer_jacobian",
+    "layer_matrices",
 ]

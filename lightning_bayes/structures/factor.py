@@ -260,6 +260,16 @@ class Factor:
             return self.vectors.ne(0).any(-1).any(0)
         return (self.vectors.square() @ self.values.unsqueeze(-1)).ne(0).any(0).squeeze(-1)
 
+    @cached_property
+    def on_live(self) -> tuple[Factor, Tensor] | None:
+        """`on` the live coordinates."""
+        return self.on(self.live)
+
+    @cached_property
+    def is_mostly_live(self) -> bool:
+        """Whether so many coordinates are live that leaving out the others saves little."""
+        return 4 * int(self.live.sum()) > 3 * self.size
+
     def on(self, rows: Tensor) -> tuple[Factor, Tensor] | None:
         """`M` restricted to the coordinates in `rows`, with the indices of the eigenvectors that have entries there.
         None if one of these eigenvectors also has entries at other coordinates.  # [d], bool"""

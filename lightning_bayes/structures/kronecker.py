@@ -230,8 +230,9 @@ class Kronecker(Structure):
         """The blocks and inputs without the input coordinates that are zero both in the training data and in this
         batch."""
         right = blocks[0].right
-        rows = right.live.to(a.device) | a.ne(0).flatten(0, 2).any(0)
-        restricted = None if _is_most(rows) else right.on(rows)
+        live, nonzero = right.live.to(a.device), a.ne(0).flatten(0, 2).any(0)
+        rows = live | nonzero
+        restricted = None if _is_most(rows) else right.on_live if not (nonzero & ~live).any() else right.on(rows)
         if restricted is None:
             return blocks, a
         factor, columns = restricted
@@ -248,7 +249,7 @@ class Kronecker(Structure):
     def input_basis(cls, blocks: Sequence[Kronecker], g: Tensor) -> Tensor | None:
         first = blocks[0].right
         same = all(block.right.vectors is first.vectors and block.right.remainder is None for block in blocks)
-        return first.vectors if same and inputs_first(g) and _is_most(first.live) else None
+        return first.vectors if same and inputs_first(g) and first.is_mostly_live else None
 
     @classmethod
     def output_covariances(
@@ -257,7 +258,7 @@ class Kronecker(Structure):
         left, right = blocks[0].left, blocks[0].right
         if any(block.left.vectors is not left.vectors for block in blocks):  # the blocks have different bases
             return [cls.output_covariances([block], a, g, form, in_basis)[0] for block in blocks]
-        if not in_basis and right.vectors is not None and not _is_most(right.live):
+        if not in_basis and right.vectors is not None and not right.is_mostly_live:
             blocks, a = cls._on_nonzero_inputs(blocks, a)
             right = blocks[0].right
         if form.approximate and not form.joint and cls._differ_by_shifts(blocks):
@@ -486,6 +487,9 @@ class PerOutput(Kronecker):
     ) -> list[Tensor]:
         O = blocks[0].shape[0]
         return super().output_covariances(blocks, a.expand(O, -1, -1, -1), g[:, 0].movedim(-1, 1).unsqueeze(-1), form)
+
+    def layer_moves(self, a: Tensor, shape: tuple[int, ...]) -> LayerMoves:
+        return Structure.layer_moves(self, a, shape)
 
     def input_factor(self, rows: Tensor) -> Factor:
         """`Σ_o M_o`"""

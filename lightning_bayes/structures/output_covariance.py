@@ -79,9 +79,15 @@ class CovarianceForm:
 
 def layer_jacobian(a: Tensor, g: Tensor) -> Tensor:
     """The layer's Jacobian `Σ_t g aᵀ`, with entries in the order of the block.  # [K, B, G·O·I]"""
-    K, G, B, T, O = g.shape
-    rows = g.permute(1, 2, 0, 4, 3).reshape(G, B, K * O, T)
-    return (rows @ a).reshape(G, B, K, O, -1).permute(2, 1, 0, 3, 4).flatten(2)
+    return layer_matrices(a, g).permute(2, 1, 0, 3, 4).flatten(2)
+
+
+def layer_matrices(a: Tensor, g: Tensor) -> Tensor:
+    """`Σ_t g aᵀ` of each group and example.  # [G, B, T, I], [K, G, B, T, O] -> [G, B, K, O, I]"""
+    if a.shape[3] == g.shape[4] == 1:  # a norm: the matrix product would copy all gradients
+        return torch.stack([(column * a).sum(2) for column in g], 2).unsqueeze(-1)
+    gradient = g.permute(1, 2, 0, 4, 3)  # [G, B, K, O, T]
+    return (gradient.flatten(2, 3) @ a).unflatten(2, gradient.shape[2:4])
 
 
 def inputs_first(g: Tensor) -> bool:
@@ -157,10 +163,11 @@ def _by_pairs(variances: Sequence[Tensor], a: Tensor, g: Tensor, form: Covarianc
             pairs = inputs[:, :, t:] * inputs[:, :, t : t + 1]  # [G, b, u, I]
             if tail > 1:
                 pairs = torch.cat([pairs[..., :-tail], pairs[..., -tail:].sum(-1, keepdim=True)], -1)
-            twice = torch.cat([pairs[:, :, :1], 2 * pairs[:, :, 1:]], 2).flatten(1, 2)  # (t, u) and (u, t)
             for n, W in enumerate(variances):
-                S = (twice @ W.mT).unflatten(1, pairs.shape[1:3])  # [G, b, u, O]
+                S = (pairs.flatten(1, 2) @ W.mT).unflatten(1, pairs.shape[1:3])  # [G, b, u, O]
                 weighted = (gradients[:, :, t:] * S.unsqueeze(3)).sum(2)  # [G, b, K, O]
+                # (t, u) and (u, t)
+                weighted = 2 * weighted - gradients[:, :, t] * S[:, :, :1]
                 sums[n] = sums[n] + form.product(weighted, gradients[:, :, t]).sum(0)
         for parts, total in zip(totals, sums, strict=True):
             assert isinstance(total, Tensor)
@@ -201,12 +208,6 @@ def _by_jacobian(
             weighted = J * weights if in_graph or len(roots) > 1 else J.mul_(weights)
             total[slice(None) if form.joint else part] += form.product(weighted, weighted).sum(0)
     return totals
-
-
-def _jacobian_of(a: Tensor, g: Tensor) -> Tensor:
-    """# [G, b, T, I], [K, G, b, T, o] -> [G, b, K, o, I]"""
-    gradient = g.permute(1, 2, 0, 4, 3)  # [G, b, K, o, T]
-    return (gradient.flatten(2, 3) @ a).unflatten(2, gradient.shape[2:4])
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,7 +282,7 @@ class GroupedSpectrum:
             if by_pairs:
                 parts.append(self._by_pairs(inputs, gradients, form))
             else:
-                parts.append(self._of_sorted_rows(_jacobian_of(inputs, gradients)[0], form))
+                parts.append(self._of_sorted_rows(layer_matrices(inputs, gradients)[0], form))
         return [torch.cat(of_prior) for of_prior in zip(*parts, strict=True)]
 
     def of_rows(self, J: Tensor, form: CovarianceForm) -> list[Tensor]:

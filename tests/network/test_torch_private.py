@@ -66,6 +66,10 @@ EXISTS: dict[str, Callable[[], Any]] = {
     "_backward_hooks": lambda: (nn.Linear(1, 1)._backward_hooks, nn.Parameter()._backward_hooks),
     "_backward_pre_hooks": lambda: nn.Linear(1, 1)._backward_pre_hooks,
     "_post_accumulate_grad_hooks": lambda: nn.Parameter()._post_accumulate_grad_hooks,
+    "_C": lambda: torch._C,
+    "_disabled_torch_function_impl": lambda: torch._C._disabled_torch_function_impl,
+    "_make_wrapper_subclass": lambda: torch.Tensor._make_wrapper_subclass,  # type: ignore[attr-defined]
+    "_schema": lambda: torch.ops.aten.add_.Tensor._schema.is_mutable,
     "_input_metadata": lambda: torch.ones(1, requires_grad=True).exp().grad_fn._input_metadata,  # type: ignore[union-attr]
     "_forward_cls": lambda: type(Cubed.apply(torch.ones(1, requires_grad=True)).grad_fn)._forward_cls,
 }
