@@ -293,7 +293,7 @@ class TargetScores:
         scores, order = torch.cat(self._scores).sort(dim=0)  # [N·R, K]
         held = torch.cat(self._weights).gather(0, order).cumsum(0)
         n = torch.stack(self._examples).sum(0)  # [K]
-        enough = held >= (n + 1) * (level - 1e-9)  # up to rounding
+        enough = held >= (n + 1).double() * (level - 1e-9)  # up to rounding, which float32 would not resolve
         first = enough.double().argmax(0, keepdim=True)
         return torch.where(enough.any(0), scores.gather(0, first)[0], torch.inf)
 

@@ -226,6 +226,21 @@ def test_predictions_have_a_gradient_in_x(kind: str, task: str) -> None:
         assert gradcheck(predict, x, fast_mode=True)
 
 
+@both_kinds_of_targets
+@every_linearised
+def test_what_is_deployed_predicts_the_same_or_asking_is_an_error(kind: str, task: str) -> None:
+    posterior, is_last = made(kind, task), kind.endswith("last_layer")
+    if not is_last:
+        with pytest.raises(PosteriorError, match="fit subset='last_layer'"):
+            posterior.deploy(X)
+    for predictive in ("glm", "map") if is_last else ("map",):
+        expected = tensors(posterior.predict(X, predictive))
+        deployed = posterior.deploy(X, predictive)(X)
+        assert deployed.keys() & {"probs", "variance"}
+        for name in deployed.keys() - {"novelty"} if predictive == "map" else deployed:
+            torch.testing.assert_close(deployed[name], expected[name], **TIGHT)
+
+
 @every_gaussian
 def test_a_function_is_the_linearised_network_at_one_sample(kind: str) -> None:
     posterior = made(kind, "regression")
@@ -540,6 +555,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "bnn": lambda p: p.predict(X, BNN(samples=3)),
     "map": lambda p: p.predict(X, "map"),
     "evaluate": lambda p: evaluate(p, loader(), predictive=GLM(samples=3)),
+    "deploy": lambda p: p.deploy(X, "map")(X),
     "functional": lambda p: p.functional(X),
     "differentiable": lambda p: p.predict(X.clone().requires_grad_(), differentiable=True).entropy.sum().backward(),
     "function": lambda p: p.sample_function()(X.clone().requires_grad_()).sum().backward(),
