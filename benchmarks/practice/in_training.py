@@ -97,8 +97,11 @@ METHODS = {
         WithIVON,
         lambda **_: IVONCallback(predictive=BNN(samples=SAMPLES)),
         [
-            {"lr": 0.2, "hess_init": h, "betas": (0.9, β2), "weight_decay": 1e-4}
-            for h, β2 in ((0.5, 0.9995), (0.1, 0.9995), (0.1, 0.99999))
+            {"lr": lr, "hess_init": h, "betas": (0.9, β2), "weight_decay": 1e-4}
+            for lr, h, β2 in (
+                *((0.2, 0.5, 0.9995), (0.2, 0.1, 0.9995), (0.2, 0.1, 0.99999)),
+                *((0.2, 1.0, 0.9995), (0.3, 4.0, 0.9995)),
+            )
         ],
     ),
 }
