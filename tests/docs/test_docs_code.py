@@ -406,6 +406,8 @@ def test_swag() -> None:
     names = run_page(DOCS / "swag.md", model=model, dm=Data())
     assert {"test_nll_map", "test_nll_swag"} <= set(model.tested)
     assert names["swag"].posterior.subset.size == 4 * 20 + 20 + 20 * 3 + 3
+    variances = [p.precision.inverse_diagonal() for p in (names["wider"], names["swag"].posterior)]
+    torch.testing.assert_close(variances[0], 16 * variances[1])
     _, (schedule,) = names["configure_optimizers"](model)
     assert [round(schedule.lr_lambdas[0](epoch), 3) for epoch in (0, 6, 14, 15, 19)] == [1, 0.6, 0.1, 0.1, 0.1]
 
