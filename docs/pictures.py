@@ -35,6 +35,7 @@ from lightning_bayes import (
     SWAGCallback,
     VariationalInferenceMixin,
     VariationalLaplaceMixin,
+    VariationalLastLayerMixin,
     fit,
     metrics,
 )
@@ -100,6 +101,10 @@ class VI(LogSigmaMultiplierMixin, VariationalInferenceMixin, Undecayed):
     pass
 
 
+class LastLayer(VariationalLastLayerMixin, Undecayed):
+    pass
+
+
 LOADER, HELD_OUT = DataLoader(TRAIN, 20, shuffle=True), DataLoader(VALIDATION, 100)
 
 
@@ -132,6 +137,10 @@ def laplace_of(model: Net, **words: Any) -> Any:
 def variational(kind: type[Net], seed: int) -> Any:
     options = {"likelihood": Gaussian(noise_std=NOISE), "loss": "likelihood", "beta": 0.1, "prior_std": "he"}
     return in_trainer(seeded(kind, seed, log_sigma_multiplier=10.0, variational=options))
+
+
+def last_layer(seed: int) -> Any:
+    return in_trainer(seeded(LastLayer, seed, variational={"likelihood": "regression"}))
 
 
 def nll(prediction: Prediction) -> float:
@@ -201,6 +210,7 @@ def draw(names: list[str]) -> None:
         ),
         "variational_laplace": lambda: left | {"Variational Laplace": predictions(variational(VL, seed))},
         "variational_inference": lambda: left | {"variational inference": predictions(variational(VI, seed))},
+        "variational_last_layer": lambda: left | {"variational last layer": predictions(last_layer(seed))},
         "ensembles": lambda: left | of_ensemble(members),
     }
     for name in names or drawn:

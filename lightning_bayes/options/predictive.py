@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 from lightning_bayes.arguments import count, format_value, resolve_option, word
 
 PredictiveWord = Literal["glm", "bnn", "gp", "map", "dropout"]
-ConformalScore = Literal["aps", "raps", "lac"]
+ConformalScore = Literal["aps", "raps", "lac", "cqr", "cqr_asymmetric"]
 Outputs = Literal["auto", "joint", "independent"]
 
 

@@ -366,6 +366,7 @@ class GaussianPosterior:
         penalty: float = 0.01,
         free_classes: int = 5,
         allow_empty: bool = False,
+        per_class: bool = False,
     ) -> Conformal:
         """Make sets of classes, or intervals of real targets, that contain the target with probability `level`. It
         takes one pass over held-out data that were not used for training, tuning or calibration. With several
@@ -375,18 +376,22 @@ class GaussianPosterior:
             loader: held-out batches `(x, y)`.
             level: the probability that a new example's target is in its set, averaged over examples.
             method: the score of classes: "aps" (larger sets for difficult examples), "raps" (the same, with unlikely
-                classes kept out) or "lac" (the smallest sets on average); see `conformal_scores`.
+                classes kept out) or "lac" (the smallest sets on average). By default, intervals of real targets are
+                scaled; with "cqr" both ends move by the same amount, with "cqr_asymmetric" by one amount each.
             predictive: as in `predict`; "map" makes sets of the plain network.
             seed: seed for random draws and randomised scores.
             randomised: add a random part to "aps" and "raps"; without it, sets are larger than necessary.
             penalty: λ of "raps", the penalty for each class in a set beyond `free_classes`.
             free_classes: k₀ of "raps", the number of classes without a penalty.
+            per_class: guarantee the level for the examples of each class, with one threshold per class. A class with
+                too few held-out examples is in every set.
             allow_empty: allow empty sets. A coverage of exactly `level` requires empty sets if the share of examples
                 that the network gets right exceeds `level`. By default every set contains the likeliest class.
         """
         return implementation("conformalize")(
             self, loader, level, method, predictive, seed=seed,
             randomised=randomised, penalty=penalty, free_classes=free_classes, allow_empty=allow_empty,
+            per_class=per_class,
         )  # fmt: skip
 
     def calibration_of(self, predictive: str, link: str | None = None) -> Calibration | None:

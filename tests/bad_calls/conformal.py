@@ -39,8 +39,9 @@ for _table in (bands, conforming, from_prediction):
     _table("level", 90, "must be strictly between 0 and 1, got 90")
     _table("level", "high", "must be a number, got 'high'")
 for _table in (conforming, from_prediction):
-    _table("method", "top_k", "unknown method 'top_k': use one of 'aps', 'raps', 'lac'")
-    flags(_table, "randomised", "allow_empty")
+    _table("method", "top_k", "unknown method 'top_k': use one of 'aps', 'raps', 'lac', 'cqr', 'cqr_asymmetric'")
+    _table("method", "cqr", "is for real targets: use 'aps', 'raps' or 'lac' for classes")
+    flags(_table, "randomised", "allow_empty", "per_class")
     _table("penalty", -0.1, "must be a finite number of at least 0, got -0.1")
     _table("free_classes", 1.5, "must be a whole number of at least 0, got 1.5")
     _table("seed", -1, "must be a whole number of at least 0, got -1")
@@ -54,6 +55,12 @@ conforming("loader", Of(lambda t: [(t.x, 0 * t.y - 100)], "ignored"), "there are
 words(conforming, "predictive")
 conforming("predictive", GLM(link="logit"), "choose one of 'probit', 'pairwise'", named="link")
 from_prediction("prediction", Of(lambda t: t.x, "tensor"), "must be a Prediction; Prediction.cat joins batches")
+_pair = (torch.zeros(5), torch.ones(5))
+from_prediction("prediction", (_pair[0],), "must be a pair (lower, upper) of floating-point tensors")
+from_prediction("prediction", (_pair[0], 1.0), "must be a pair (lower, upper) of floating-point tensors")
+from_prediction("prediction", (_pair[0], _pair[1][:3]), "must be a pair (lower, upper) of one shape", "[5] and [3]")
+_real = Of(lambda t: t.regressor.predict(t.x), "real")
+from_prediction("per_class", True, "real targets have none", prediction=_real, y=Of(lambda t: t.r, "reals"))
 from_prediction("y", None, "must be a tensor of targets, got None")
 from_prediction("y", Of(lambda t: t.y[:3], "fewer"), "need class labels of shape [5]", named=False)
 from_prediction("ignore_index", "pad", "must be a whole number, got 'pad'")
@@ -65,6 +72,7 @@ _intervals_of = Table(
 )
 for _table in (_sets_of, _intervals_of):
     _table("prediction", None, "must be a Prediction, as posterior.predict returns, got None")
+_intervals_of("prediction", (torch.zeros(5), torch.ones(5)), "is for regression, but the prediction is of quantiles")
 _sets_of("prediction", Of(lambda t: t.regressor.predict(t.x), "real"), "but the prediction is of regression")
 _intervals_of("prediction", Of(lambda t: t.classifier.predict(t.x), "classes"), "the prediction is of classification")
 _loaded = Table(

@@ -241,12 +241,14 @@ def calibrated(device: torch.device, task: str, of: str = "outputs") -> Any:
     return values(posterior.predict(X.to(device), generator=seeded()))
 
 
-def conformal(device: torch.device, task: str, method: str = "aps") -> Any:
+def conformal(device: torch.device, task: str, method: str = "aps", per_class: bool = False) -> Any:
     """From a loader; and from predictions on the device with targets on the CPU."""
     posterior = laplace(device, task)
-    of_loader = posterior.conformalize(batches(task, seed=3), 0.7, method, GLM(samples=8))
+    of_loader = posterior.conformalize(batches(task, seed=3), 0.7, method, GLM(samples=8), per_class=per_class)
     x, y = (torch.cat(parts) for parts in zip(*batches(task, seed=3), strict=True))
-    of_prediction = Conformal.fit(posterior.predict(x.to(device), generator=seeded()), y, 0.7, method)
+    of_prediction = Conformal.fit(
+        posterior.predict(x.to(device), generator=seeded()), y, 0.7, method, per_class=per_class
+    )
     return of_loader.quantile, of_loader.predict(X.to(device)), of_prediction.quantile
 
 
@@ -386,6 +388,8 @@ CASES: dict[str, Case] = {
     "calibrate probs": partial(calibrated, task="classification", of="probs"),
     **{f"conformal {t}": partial(conformal, task=t) for t in LIKELIHOODS},
     **{f"conformal {m}": partial(conformal, task="classification", method=m) for m in ("raps", "lac")},
+    **{f"conformal {m}": partial(conformal, task="regression", method=m) for m in ("cqr", "cqr_asymmetric")},
+    "conformal per class": partial(conformal, task="binary", per_class=True),
     **{f"ensemble {t}": partial(ensemble, task=t) for t in ("classification", "regression")},
     **{f"dropout {t}": partial(dropout, task=t) for t in ("classification", "regression")},
     **{f"views {t}": partial(views, task=t) for t in ("classification", "regression")},

@@ -449,6 +449,17 @@ def test_variational_modules(page: str, name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(net.posterior.precision.diagonal(), (-2 * log_σ).exp())
 
 
+def test_variational_last_layer(tmp_path: Path) -> None:
+    trainer = L.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, logger=False)
+    dm = Data()
+    names = run_page(
+        DOCS / "variational_last_layer.md", LitNet=Model, trainer=trainer, dm=dm, x=next(iter(dm.loader()))[0]
+    )
+    assert scores("map", "vbll") <= set(names["net"].tested)
+    _, covariance = names["posterior"].functional(names["x"])
+    torch.testing.assert_close(covariance, torch.diag_embed(covariance.diagonal(dim1=1, dim2=2)))
+
+
 def test_laplace() -> None:
     loader, model = Data().loader(), Model()
     own = {"network": nn.Linear(4, 3), "train_loader": loader, "val_loader": loader, "x": next(iter(loader))[0]}

@@ -17,7 +17,7 @@ from lightning_bayes.network import DataError
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.predictive import conformal as conformal_quantile
 from lightning_bayes.predictive import conformalize
-from lightning_bayes.predictive.conformal import ClassScore
+from lightning_bayes.predictive.conformal import Score
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -68,7 +68,7 @@ def test_sets_are_those_of_the_papers(method: str, randomised: bool) -> None:
     conformal = Conformal.fit(
         of_probs(probs[:40]), y[:40], 0.8, method, randomised=randomised, penalty=0.07, free_classes=1, allow_empty=True
     )
-    u = ClassScore()._uniform(probs).tolist() if randomised else [1.0] * 60
+    u = Score()._uniform(probs).tolist() if randomised else [1.0] * 60
     scores = [[slow_score(p, c, method, u[n], 0.07, 1) for c in range(5)] for n, p in enumerate(probs.tolist())]
     q = slow_quantile([scores[n][int(y[n])] for n in range(40)], 0.8)
     assert float(conformal.quantile) == pytest.approx(q, abs=1e-12)
@@ -97,14 +97,103 @@ def test_certain_networks_have_sets_by_rank(gap: float, dtype: torch.dtype) -> N
 
 def test_noise_belongs_to_the_example() -> None:
     probs, _ = drawn(500)
-    u = ClassScore()._uniform(probs)
+    u = Score()._uniform(probs)
     order = torch.randperm(500, generator=generator())
-    assert torch.equal(ClassScore()._uniform(probs[order]), u[order])
-    rounded = ClassScore()._uniform(probs.float().double())
+    assert torch.equal(Score()._uniform(probs[order]), u[order])
+    rounded = Score()._uniform(probs.float().double())
     assert (rounded == u).double().mean() > 0.99  # another machine's rounding
-    assert not (ClassScore(seed=1)._uniform(probs) == u).any()
+    assert not (Score(seed=1)._uniform(probs) == u).any()
     assert (u.sort().values - (torch.arange(500) + 0.5) / 500).abs().max() < 1.6 / 500**0.5  # Kolmogorov–Smirnov
     assert abs(float(torch.corrcoef(torch.stack([u, probs.amax(1)]))[0, 1])) < 0.15
+
+
+@pytest.mark.parametrize("source", ["prediction", "quantiles"])
+@pytest.mark.parametrize("method", ["cqr", "cqr_asymmetric"])
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_quantile_intervals_are_those_of_the_paper(shape: tuple[int, ...], method: str, source: str) -> None:
+    """Romano, Patterson & Candès (2019), eqs. (6) to (8) and theorem 2, one target after the other."""
+    g = generator()
+    mean, y = (torch.randn(50, *shape, generator=g, dtype=torch.float64) for _ in range(2))
+    std = torch.rand(50, *shape, generator=g, dtype=torch.float64) + 0.1
+    z = float(torch.special.ndtri(torch.tensor(0.875, dtype=torch.float64)))  # between 12.5 % and 87.5 %
+    l, u = mean - z * std, mean + z * std
+    made: Any = of_real(mean, std) if source == "prediction" else None
+    known, new = (made[:30], made[30:]) if made is not None else ((l[:30], u[:30]), (l[30:], u[30:]))
+    conformal = Conformal.fit(known, y[:30], 0.75, method)
+    lower, upper = conformal.interval(new)
+    below, above = (l - y)[:30].reshape(30, -1), (y - u)[:30].reshape(30, -1)
+    for k in range(below.shape[1]):
+        if method == "cqr":
+            q = slow_quantile(
+                [max(a, b) for a, b in zip(below[:, k].tolist(), above[:, k].tolist(), strict=True)], 0.75
+            )
+            ends = (q, q)
+        else:
+            ends = slow_quantile(below[:, k].tolist(), 0.875), slow_quantile(above[:, k].tolist(), 0.875)
+        torch.testing.assert_close(lower.reshape(20, -1)[:, k], l[30:].reshape(20, -1)[:, k] - ends[0])
+        torch.testing.assert_close(upper.reshape(20, -1)[:, k], u[30:].reshape(20, -1)[:, k] + ends[1])
+    assert lower.shape == (20, *shape)
+    again = Conformal.from_state_dict(conformal.state_dict()).interval(new)
+    assert all(torch.equal(a, b) for a, b in zip(again, (lower, upper), strict=True))
+
+
+def test_each_class_has_the_quantile_of_its_own_examples() -> None:
+    probs, y = drawn(200, 3)
+    conformal = Conformal.fit(of_probs(probs[:150]), y[:150], 0.75, "lac", per_class=True, allow_empty=True)
+    assert conformal.n_data == 150
+    sets = conformal.sets(of_probs(probs[150:]))
+    for c in range(3):
+        q = slow_quantile([1 - float(p[c]) for p, label in zip(probs[:150], y[:150], strict=True) if label == c], 0.75)
+        assert float(conformal.quantile[0, c]) == pytest.approx(q, abs=1e-12)
+        assert torch.equal(sets[:, c], 1 - probs[150:, c] <= q + 1e-12)
+    again = Conformal.from_state_dict(conformal.state_dict())
+    assert torch.equal(again.sets(of_probs(probs[150:])), sets)
+
+
+def test_yes_and_no_of_each_label_have_quantiles_of_their_own() -> None:
+    g = generator()
+    probs = torch.rand(80, 2, generator=g, dtype=torch.float64)
+    y = (torch.rand(80, 2, generator=g) < probs).long()
+    conformal = Conformal.fit(of_labels(probs), y, 0.8, "lac", per_class=True)
+    assert conformal.quantile.shape == (2, 2)
+    for label in range(2):
+        for answer in range(2):
+            p = probs[:, label] if answer else 1 - probs[:, label]
+            q = slow_quantile((1 - p)[y[:, label] == answer].tolist(), 0.8)
+            assert float(conformal.quantile[label, answer]) == pytest.approx(q, abs=1e-12)
+    assert conformal.sets(of_labels(probs)).shape == (80, 2, 2)
+
+
+def test_dense_examples_count_once_for_each_class_they_have() -> None:
+    probs, y = drawn(40 * 6, 3)
+    probs, y = probs.reshape(40, 2, 3, 3).movedim(3, 1), y.reshape(40, 2, 3)
+    y[0] = -100
+    conformal = Conformal.fit(of_probs(probs), y, 0.7, "lac", per_class=True)
+    for c in range(3):
+        scores = [(1 - probs[i, c])[y[i] == c] for i in range(40) if (y[i] == c).any()]
+        held = []
+        for q in sorted(torch.cat(scores).tolist()):
+            missed = sum(float((s > q).double().mean()) for s in scores)
+            if (missed + 1) / (len(scores) + 1) <= 0.3 + 1e-12:
+                held.append(q)
+        assert float(conformal.quantile[0, c]) == held[0]
+    assert conformal.n_data == 39
+    assert conformal.sets(of_probs(probs)).shape == probs.shape
+
+
+def test_a_class_with_too_few_examples_is_in_every_set() -> None:
+    probs, y = drawn(100, 3)
+    y[y == 2] = 0
+    y[:3] = 2
+    with pytest.warns(UserWarning, match="class 2 has too few held-out examples for a level of 0.8, .*at least 4 of"):
+        conformal = Conformal.fit(of_probs(probs), y, 0.8, per_class=True, allow_empty=True)
+    assert conformal.quantile.isinf().tolist() == [[False, False, True]]
+    sets = conformal.sets(of_probs(probs))
+    assert sets[:, 2].all()
+    assert not sets[:, :2].all()
+    labels = (probs > 0.99).long()
+    with pytest.warns(UserWarning, match="class 1 of output 0, 1 of output 1, 1 of output 2 has too few"):
+        Conformal.fit(of_labels(probs), 0 * labels, per_class=True)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,)])
@@ -224,6 +313,47 @@ def test_sets_and_intervals_hold_what_they_promise_of_a_model_that_is_wrong() ->
         held.append(((lower <= y[n:]) & (y[n:] <= upper)).double().mean(0))
     coverage = torch.stack(held).mean(0)  # of each output
     assert (coverage - 0.9).abs().max() < 0.01  # (n + 1) level is whole
+
+
+@pytest.mark.parametrize("method", ["cqr", "cqr_asymmetric"])
+def test_quantile_intervals_hold_what_they_promise(method: str) -> None:
+    """Between `1 − α` and `1 − α + 1/(n + 1)` (with both ends `2/(n + 1)`), by the average over many splits of data
+    whose quantiles are wrong: skewed noise, and a lower end that is far off."""
+    g, level, n, held, sizes = generator(5), 0.8, 29, [], []
+    for _ in range(600):
+        x = torch.rand(n + 100, generator=g, dtype=torch.float64)
+        y = x - x * torch.rand(len(x), generator=g, dtype=torch.float64).log()
+        quantiles = x - 0.5, 1.5 * x
+        conformal = Conformal.fit((quantiles[0][:n], quantiles[1][:n]), y[:n], level, method)
+        lower, upper = conformal.interval((quantiles[0][n:], quantiles[1][n:]))
+        held.append(((lower <= y[n:]) & (y[n:] <= upper)).double().mean())
+        sizes.append((upper - lower).mean())
+    coverage, error = float(torch.stack(held).mean()), float(torch.stack(held).std()) / 600**0.5
+    ends = 1 if method == "cqr" else 2
+    assert level - 4 * error <= coverage <= level + ends / (n + 1) + 4 * error
+    if method == "cqr":
+        assert abs(coverage - math.ceil((n + 1) * level) / (n + 1)) < 4 * error
+    assert error < 0.005
+
+
+def test_sets_hold_what_they_promise_of_every_class() -> None:
+    """Of a network that hardly knows one class: without classes of their own, its examples are rarely covered."""
+    g, level, n, held, together = generator(3), 0.8, 240, [], []
+    prior = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+    for _ in range(300):
+        y = torch.multinomial(prior, n + 300, replacement=True, generator=g)
+        logits = torch.randn(len(y), 3, generator=g, dtype=torch.float64)
+        logits[torch.arange(len(y)), y] += torch.tensor([2.0, 1.0, -1.0], dtype=torch.float64)[y]
+        prediction = of_probs(logits.softmax(1))
+        for separate, coverages in ((True, held), (False, together)):
+            conformal = Conformal.fit(prediction[:n], y[:n], level, "lac", per_class=separate, allow_empty=True)
+            hits = conformal.sets(prediction[n:]).gather(1, y[n:, None])[:, 0].double()
+            coverages.append(torch.stack([hits[y[n:] == c].mean() for c in range(3)]))
+    coverage, error = torch.stack(held).mean(0), torch.stack(held).std(0) / 300**0.5
+    n_least = 0.5 * n * prior  # of a class in one split, almost surely
+    assert (coverage > level - 4 * error).all()
+    assert (coverage < level + 1 / (n_least + 1) + 4 * error).all()
+    assert torch.stack(together).mean(0)[2] < 0.5
 
 
 def test_dense_sets_hold_their_share_of_a_new_example() -> None:
