@@ -280,7 +280,8 @@ class GaussianPosterior:
             generator: generator for random samples ("bnn", "dropout", "mc", many outputs). With the same state, an
                 input gets the same prediction in any batch.
             calibrated: apply the correction that `calibrate` found for this predictive and link, if any.
-            differentiable: keep the graph to `x`, for example to optimise an acquisition function.
+            differentiable: keep the graph to `x`, for example to optimise an acquisition function. With many classes,
+                such a prediction is an average over other draws.
             split: separate epistemic from aleatoric uncertainty. If the link has no closed form for this split, it is
                 an average over as many fixed points as the predictive has `samples`. If False, `epistemic` and
                 `aleatoric` are NaN, and `mutual_information` is None.

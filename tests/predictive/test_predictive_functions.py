@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_bayes import BNN, GLM, Categorical, Gaussian, GaussianPosterior, LaplacePosterior, fit_laplace
 from lightning_bayes.network import CurvatureError
 from lightning_bayes.predictive import sample_functions
+from lightning_bayes.predictive.predict import output_law
 
 X, X_TEST = real(9, 3), real(5, 3, seed=1)
 LABELS = torch.tensor([0, 2, 1, 1, 0, 2, 2, 0, 1])
@@ -204,8 +205,11 @@ class TestManyOutputs:
 
     def test_thousand_classes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         posterior = self.thousand()
-        p = linearised_draws(posterior, X_TEST, 8, seeded(6)).softmax(2)
         no_covariance(monkeypatch)
+        draws = output_law(posterior, X_TEST, GLM(samples=8), seeded(6)).draws
+        assert isinstance(draws, Tensor)
+        p = draws.softmax(2)
+        torch.testing.assert_close(draws[:4] + draws[4:], 2 * posterior.network(X_TEST).detach().expand(4, 5, 1000))
         found = posterior.predict(X_TEST, GLM(samples=8), generator=seeded(6))
         assert found.probs.shape == found.epistemic.shape == found.aleatoric.shape == (5, 1000)
         assert found.entropy.shape == found.epistemic_score.shape == (5,)
