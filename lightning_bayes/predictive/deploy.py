@@ -28,7 +28,7 @@ from lightning_bayes.options.predictive import PredictiveOption, PredictiveWord,
 from lightning_bayes.posterior.at_mean import outputs
 from lightning_bayes.posterior.gaussian import Calibration, GaussianPosterior, PosteriorError, implements
 from lightning_bayes.predictive.novelty import LastLayer, last_layer
-from lightning_bayes.predictive.predict import Integral, OutputLaw, has_many_outputs, is_plain
+from lightning_bayes.predictive.predict import CLOSED_FORM, Integral, OutputLaw, has_many_outputs, is_plain, n_outputs
 from lightning_bayes.structures.diagonal import Diagonal
 from lightning_bayes.structures.factor import Factor
 from lightning_bayes.structures.kronecker import Kronecker
@@ -87,7 +87,8 @@ def _agrees(covariance: Tensor | None, expected: Tensor) -> bool:
 def _closed_link(posterior: GaussianPosterior, x: Any, link: str) -> str:
     """The link of `predict`, if it has a closed form."""
     likelihood = posterior.likelihood
-    draws = likelihood.has_probs and has_many_outputs(posterior, x)
+    many_classes = likelihood.chooses_one_class and n_outputs(posterior, x) > CLOSED_FORM
+    draws = many_classes or (likelihood.has_probs and has_many_outputs(posterior, x))
     chosen = likelihood.choose_link(link or ("mc" if draws else None))
     if chosen != "mc":
         return chosen

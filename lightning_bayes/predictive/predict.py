@@ -237,10 +237,10 @@ def has_many_outputs(posterior: GaussianPosterior, x: Any) -> bool:
     x = inputs.contained(posterior.network, x)
     if isinstance(x, inputs.WholeInput):  # each output takes a backward pass, but a sample takes one for all outputs
         return outputs(posterior, x).numel() > MANY_TOGETHER
-    return _n_outputs(posterior, x) > MANY
+    return n_outputs(posterior, x) > MANY
 
 
-def _n_outputs(posterior: GaussianPosterior, x: Any) -> int:
+def n_outputs(posterior: GaussianPosterior, x: Any) -> int:
     """The number of outputs per example."""
     if (plan := posterior.plans.find(x)) is not None:
         return plan.n_outputs
@@ -253,7 +253,7 @@ def _examples_together(posterior: GaussianPosterior, x: Any, option: PredictiveO
     one_label = posterior.likelihood.chooses_one_class and not isinstance(x, inputs.WholeInput)
     if option.kind != "glm" or not one_label or B <= FEW or is_plain(posterior):
         return B
-    C = _n_outputs(posterior, x)
+    C = n_outputs(posterior, x)
     return max(FEW, SHARED // (option.samples * C * posterior.mean.element_size())) if C > MANY else B
 
 

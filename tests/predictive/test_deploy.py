@@ -168,12 +168,13 @@ class Doubled(nn.Module):
 
 
 def refusals() -> dict[str, tuple[Any, str]]:
-    many = made(lambda: nn.Sequential(nn.Linear(3, 70)))
+    many, some = (made(lambda C=C: nn.Sequential(nn.Linear(3, C))) for C in (70, 30))
     to_many = [(X, torch.arange(30))]
     return {
         "all weights": (lambda: posterior("classification", subset="all").deploy(X[:2]), "fit subset='last_layer'"),
         "samples": (lambda: posterior("classification").deploy(X[:2], "bnn"), "use 'glm' for a last layer"),
         "draws": (lambda: posterior("classification").deploy(X[:2], GLM(link="mc")), "calibrate it with GLM"),
+        "some": (lambda: fit_laplace(some, to_many).deploy(X[:2]), "calibrate it with GLM(link='probit')"),
         "many": (lambda: fit_laplace(many, to_many).deploy(X[:2]), "calibrate it with GLM(link='probit')"),
         "changed": (
             lambda: fit_laplace(made(Doubled), batches("classification"), subset="last_layer").deploy(X[:2]),
