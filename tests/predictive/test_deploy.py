@@ -118,7 +118,7 @@ def test_novelty_of_a_layer_with_several_positions() -> None:
     torch.testing.assert_close(out["novelty"], fitted.novelty(x[:3] + 1), **TIGHT)
     torch.testing.assert_close(out["probs"], fitted.predict(x[:3] + 1, "map").probs, **TIGHT)
     with pytest.raises(PosteriorError, match="does not return one row"):
-        fitted.deploy(x)
+        fitted.deploy(x, GLM(link="probit"))
 
 
 def test_a_prior_that_leaves_the_plain_network_is_deployed_for_any_subset() -> None:
