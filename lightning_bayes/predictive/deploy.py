@@ -119,7 +119,7 @@ class Deployed(nn.Module):
     def __init__(self, posterior: GaussianPosterior, x: Any, calibration: Calibration, link: str = "") -> None:
         super().__init__()
         network, last = unwrap_output(posterior.network), last_layer(posterior, x)
-        self.network = copy.deepcopy(network).to(posterior.device).eval().requires_grad_(False)
+        self.network = copy.deepcopy(network).to(posterior.device).requires_grad_(False)
         self.layer: str | None = None  # the layer whose inputs are needed
         self.covariance: _Covariance | None = None
         self.novelty: _Novelty | None = None
@@ -130,6 +130,7 @@ class Deployed(nn.Module):
                 self.layer, self.covariance = _linear_layer(network, posterior.subset), _Covariance(posterior)
             if isinstance(last, LastLayer) and (layer := _linear_layer(network, last.layer)) is not None:
                 self.layer, self.novelty = layer, _Novelty(last, posterior.known_novelty)
+        self.eval()
 
     def forward(self, x: Any) -> dict[str, Tensor]:
         f, a = self.outputs(x)

@@ -151,6 +151,7 @@ def test_the_users_network_is_copied_and_unchanged() -> None:
     assert net.training
     assert all(p.requires_grad for p in net.parameters())
     assert not any(p.requires_grad for p in deployed.parameters())
+    assert not any(module.training for module in deployed.modules())
     assert not net[2]._forward_pre_hooks
     for name, t in before.items():
         torch.testing.assert_close(deployed.network.state_dict()[name], t, rtol=0, atol=0)
