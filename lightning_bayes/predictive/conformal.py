@@ -178,18 +178,16 @@ class Conformal:
         if self.kind not in ("regression", "quantiles"):
             raise PosteriorError("classes have sets, not intervals: use sets(prediction)")
         self._check(prediction)
-        lower, upper = _ends(prediction, self.level)
-        if self.score is not None:
-            below, above = self._on(lower).expand(2, -1)
-        else:
+        if self.score is None:
             assert isinstance(prediction, Prediction)
             lower = upper = mean_of(prediction)
-            below = above = self._on(lower)
-        ends = []
-        for end, q, sign in ((lower, below, -1), (upper, above, 1)):
-            width = torch.ones_like(end) if self.score is not None else prediction.std  # type: ignore[union-attr]
-            ends.append(end + sign * (q.to(end.dtype)[:, None] * by_output(width)).reshape(end.shape))
-        return ends[0], ends[1]
+            scale = prediction.std
+        else:
+            lower, upper = _ends(prediction, self.level)
+            scale = torch.ones_like(lower)
+        q = self._on(lower).to(lower.dtype).expand(2, -1)  # of both ends [2, K]
+        below, above = ((q_end[:, None] * by_output(scale)).reshape(lower.shape) for q_end in q)
+        return lower - below, upper + above
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and strings, without the posterior."""
