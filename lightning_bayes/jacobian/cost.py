@@ -18,8 +18,8 @@ backward pass for the loss, and the products of the factors, `T I² + K T O²`. 
 
 Operations differ in how well they use a processor. `WEIGHTS` has one factor for each kind of work, measured on six
 networks (`benchmarks/cost.py`); `ACTIVATION` is the work of an output of a layer, relative to a multiplication, and
-`CALL` that of calling a small operation: `PREDICTION` times per batch, `TUNING` times per batch that tunes, `SETUP`
-times per fit. They matter for small networks.
+`CALL` that of calling a small operation: `TUNING` times per batch that tunes, `SETUP` times per fit. They matter for
+small networks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FEW_PRIORS = 4  # priors that tuning compares by draws
 BATCH = 64  # examples that share what a batch costs
 ACTIVATION = 33.0
 CALL = 2.5e5
-PREDICTION, TUNING, SETUP = 600, 13_000, 6_000  # calls
+TUNING, SETUP = 13_000, 6_000  # calls
 LARGEST_EXACT = 1024  # maximum number of weights in a densely stored block; larger blocks keep only their diagonal
 WEIGHTS = {"backward": 0.7, "rotate": 0.9, "covariance": 2.5, "exact": 25.0, "decompose": 0.4, "draw": 2.0, "call": 1.0}
 
@@ -127,7 +127,7 @@ def count_work(network: nn.Module, x: Any, plan: Plan, columns: int, activation:
     predict = {"backward": K * backward}
     tune = {"backward": 2 * K * backward}
     if activation:
-        predict["call"], tune["call"] = PREDICTION * CALL / BATCH, TUNING * CALL / BATCH
+        tune["call"] = TUNING * CALL / BATCH
     fit = {"backward": columns * backward + 2 * forward}
     draw, known, decompositions = backward, 0.0, []
     for layer, calls in zip(plan.layers, matched.calls, strict=True):

@@ -165,11 +165,32 @@ def class_draws(
     posterior: GaussianPosterior, x: Any, mean: Tensor, n: int, generator: torch.Generator | None
 ) -> Tensor:
     """`n` draws of the linearised network's logits by their leading classes. Inputs whose leading classes have too
-    little probability use `_drawn_outputs` instead.  # [n, B, C]"""
-    noise = _same_generator(
-        generator, mean.device
-    )  # so that functions draw the same numbers as without leading classes
+    little probability, with or without the posterior, use `_drawn_outputs` instead.  # [n, B, C]"""
     leading = mean.topk(LEADING, dim=1).indices  # [B, m]
+    plain = mean.softmax(1).gather(1, leading).sum(1)  # [B]
+    draws = mean.new_empty(n, *mean.shape)
+    sure = (plain >= MASS).nonzero()[:, 0].tolist()
+    if sure:
+        draws[:, sure], mass = _draws_by_leading(
+            posterior, _rows(posterior, x, sure, len(mean)), mean[sure], leading[sure], n, generator
+        )
+        sure = [row for row, enough in zip(sure, (mass >= MASS).tolist(), strict=True) if enough]
+    unsure = sorted(set(range(len(mean))) - set(sure))
+    if unsure:
+        of_unsure = _rows(posterior, x, unsure, len(mean))
+        draws[:, unsure] = _drawn_outputs(posterior, of_unsure, mean[unsure], n, generator)
+    return draws
+
+
+def _rows(posterior: GaussianPosterior, x: Any, rows: list[int], B: int) -> Any:
+    return x if len(rows) == B else inputs.take(posterior.network, x, rows)
+
+
+def _draws_by_leading(
+    posterior: GaussianPosterior, x: Any, mean: Tensor, leading: Tensor, n: int, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """`n` draws, and the mean probability of the leading classes in them.  # [n, B, C], [B]"""
+    noise = _same_generator(generator, mean.device)  # drawn outputs get the same numbers, with or without these draws
     with posterior.linearised(x) as (plan, own):
         Σ = selected_covariances(posterior.network, plan, posterior.precision, own, leading)
     mean_L = mean.gather(1, leading)
@@ -179,11 +200,7 @@ def class_draws(
     draws += (draws_L - mean_L).mean(2, keepdim=True)
     index = leading.expand(n, -1, -1)
     draws.scatter_(2, index, draws_L)
-    mass = draws.softmax(2).gather(2, index).sum(2).mean(0)  # [B]
-    rows = (mass < MASS).nonzero()[:, 0].tolist()
-    if rows:
-        draws[:, rows] = _drawn_outputs(posterior, inputs.take(posterior.network, x, rows), mean[rows], n, generator)
-    return draws
+    return draws, draws.softmax(2).gather(2, index).sum(2).mean(0)
 
 
 def _drawn_outputs(
