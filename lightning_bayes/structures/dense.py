@@ -115,7 +115,7 @@ class Dense(Structure):
     def inverse_quadratic(self, J: Tensor) -> Tensor:
         if self._uses_cholesky:
             return super().inverse_quadratic(J)
-        if not self._decomposition.is_known:
+        if not self._decomposition.is_known and (torch.as_tensor(self.shift) != 0).any():
             rotated = self._times_root(J)
         else:
             values, Q = self._eigen
