@@ -58,12 +58,13 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
         raise RuntimeError(f"{func} has no rule for several columns")
     leaves, structure = pytree.tree_flatten((args, kwargs))
     K = next(len(leaf.columns) for leaf in leaves if isinstance(leaf, ColumnStack))
-    results = []
+    parts = []
     for k in range(K):
         own = [leaf.columns[k] if isinstance(leaf, ColumnStack) else leaf for leaf in leaves]
         own_args, own_kwargs = pytree.tree_unflatten(own, structure)
-        results.append(pytree.tree_flatten(func(*own_args, **own_kwargs)))
-    return pytree.tree_unflatten([_stacked(func, parts) for parts in zip(*(r[0] for r in results))], results[0][1])
+        results, form = pytree.tree_flatten(func(*own_args, **own_kwargs))
+        parts.append(results)
+    return pytree.tree_unflatten([_stacked(func, of_result) for of_result in zip(*parts, strict=True)], form)
 
 
 def _stacked(func: Any, parts: Sequence[Any]) -> Any:

@@ -45,10 +45,12 @@ CACHE = 2**22  # bytes of one layer's gradients that are processed at a time
 
 
 class LayerGradients:
-    """`columnsᵀ ∂f/∂z` for the output `z` of every call; with `create_graph` it can be differentiated again."""
+    """`columnsᵀ ∂f/∂z` for the output `z` of every call; with `create_graph` it can be differentiated again. With
+    `stacks`, several columns pass through convolutions together, which needs no copies but places the columns of an
+    example apart in memory."""
 
-    def __init__(self, create_graph: bool = False) -> None:
-        self._create_graph = create_graph
+    def __init__(self, create_graph: bool = False, stacks: bool = False) -> None:
+        self._create_graph, self._stacks = create_graph, stacks and not create_graph
         self._batched = True
         self._checked: set[tuple[int, torch.Size]] = set()  # numbers of columns and output shapes that passed the check
         self._buffers: list[Tensor] = []
@@ -85,7 +87,7 @@ class LayerGradients:
         columns can neither be differentiated again nor pass through custom functions."""
         if all(call.layer.batches for call in calls):
             return partial(self._grad, is_grads_batched=True)
-        return None if self._create_graph or describe_functions(f) else self._stacked
+        return self._stacked if self._stacks and not describe_functions(f) else None
 
     def _stacked(self, f: Tensor, calls: list[Call], columns: Tensor) -> list[Tensor]:
         K, stacks = len(columns), self._grad(f, calls, ColumnStack(columns.contiguous()))

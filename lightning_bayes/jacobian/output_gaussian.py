@@ -172,7 +172,7 @@ class LayerJacobian(Jacobian):
         self.matched = plan.match(f, recorder.calls, parameters)
         self.n_outputs = f[0].numel()
         self.dtype = torch.promote_types(f.dtype, torch.float32)
-        self._layer_gradients = LayerGradients(differentiable)
+        self._layer_gradients = LayerGradients(differentiable, stacks=True)
         self._parameter_gradients = ParameterGradients(network, parameters, differentiable)
 
     def gradients(self, start: int, stop: int) -> OutputGradients:

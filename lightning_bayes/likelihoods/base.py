@@ -67,7 +67,7 @@ class Predictive:
         mean = means.mean(0)
         return cls(mean, (means - mean).square_().mean(0), variances.mean(0))
 
-    def tempered(self, T: float) -> Predictive:
+    def tempered(self, T: float | Tensor) -> Predictive:
         """The variance times `T²`: a Gaussian to the power `1/T²`, normalised."""
         return replace(self, epistemic=T**2 * self.epistemic, aleatoric=T**2 * self.aleatoric)
 
@@ -112,7 +112,7 @@ class ClassPredictive(Predictive):
         """The predictive probabilities."""
         return self.mean
 
-    def tempered(self, T: float) -> ClassPredictive:
+    def tempered(self, T: float | Tensor) -> ClassPredictive:
         """`p^(1/T)`, normalised: sharper for `T < 1`. The epistemic proportions of variance and entropy do not
         change."""
         return self.with_mean((log_probability(self.probs) / T).softmax(1))
@@ -145,7 +145,7 @@ class LabelPredictive(ClassPredictive):
 
     chooses_one_class = False
 
-    def tempered(self, T: float) -> ClassPredictive:
+    def tempered(self, T: float | Tensor) -> ClassPredictive:
         return self.with_mean((log_odds(self.probs) / T).sigmoid())
 
     @staticmethod

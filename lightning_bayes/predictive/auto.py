@@ -187,13 +187,13 @@ class PriorChoice(Choice):
         return nll.mean(-1) + 0.5 * DOUBT * t.square() / nll.shape[-1]
 
     def with_exact_scores(self, loader: Iterable[Any]) -> PriorChoice:
-        """Replace approximate scores by exact ones, for the best prior, the chosen one and those near the decision.
-        Passes repeat until all of these are exact. If the loader changes the order of the data, the approximate scores
-        are kept."""
+        """Replace approximate scores by exact ones, for the best prior, the chosen one and the wider ones near the
+        decision; a narrower one cannot become the widest. Passes repeat until all of these are exact. If the loader
+        changes the order of the data, the approximate scores are kept."""
         nll, is_exact = self.nll, {len(self.priors)}  # the plain network
         while True:
             gaps, chosen = self._gaps(nll).tolist(), self._widest(nll)
-            near = {row for row, gap in enumerate(gaps) if row == chosen or gap == -math.inf or abs(gap) < CLOSE}
+            near = {row for row, gap in enumerate(gaps[:chosen]) if abs(gap) < CLOSE} | {chosen, gaps.index(-math.inf)}
             rows = sorted(near - is_exact)
             if not rows:
                 return replace(self, nll=nll)

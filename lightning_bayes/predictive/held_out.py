@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -116,7 +116,24 @@ def _at_temperatures(law: OutputLaw, y: Tensor, likelihood: Likelihood, scoring:
     drawn_anew = isinstance(law.draws, FunctionDraws) and scoring.link_of(likelihood, law) == "mc"
     if drawn_anew and scoring.of == "outputs":
         return _nll_of_draws(law, y, likelihood)
+    if scoring.of == "probs" and not law.is_point and law.mean.numel() <= CACHED:
+        return _of_probs(scoring.integrate(likelihood, law), y, likelihood)
     return torch.stack([-likelihood.predictive_log_likelihood(p, y) for p in scoring.tempered(likelihood, law)])
+
+
+def _of_probs(predictive: Predictive, y: Tensor, likelihood: Likelihood) -> Tensor:
+    """All temperatures at once, as further examples.  # [K, B]"""
+    K, B = len(LOG_TEMPERATURES), len(y)
+
+    def repeated(t: Tensor) -> Tensor:
+        return t.repeat(K, *[1] * (t.ndim - 1))
+
+    tensors = {f.name: t for f in fields(predictive) if isinstance(t := getattr(predictive, f.name), Tensor)}
+    predictive = replace(predictive, **{name: repeated(t) for name, t in tensors.items()})
+    log_T = torch.tensor(LOG_TEMPERATURES, dtype=predictive.mean.dtype, device=predictive.mean.device)
+    T = log_T.exp().repeat_interleave(B).reshape(-1, *[1] * (predictive.mean.ndim - 1))
+    tempered = predictive.tempered(T)
+    return -likelihood.predictive_log_likelihood(tempered, repeated(y)).unflatten(0, (K, B))
 
 
 def _nll_of_draws(law: OutputLaw, y: Tensor, likelihood: Likelihood) -> Tensor:

@@ -103,18 +103,23 @@ def novelty_p(known: Tensor, scores: Tensor) -> Tensor:
 
 
 class KnownInputs:
-    """Held-out batches; a pass over them also computes the novelty of their inputs."""
+    """Held-out batches; the first pass over them also computes the novelty of their inputs."""
 
     def __init__(self, posterior: GaussianPosterior, loader: Iterable[Any]) -> None:
         self._posterior, self._loader = posterior, loader
         self._scores: list[Tensor] = []
+        self._has_all = False
 
     def __iter__(self) -> Iterator[Any]:
+        if self._has_all:
+            yield from self._loader
+            return
         self._scores.clear()
         for batch in self._loader:
             score = NoveltyScore(self._posterior, inputs.split(self._posterior.network, batch, "val")[0]).value()
             self._scores += [] if score is None else [score]
             yield batch
+        self._has_all = True
 
     def keep_in(self, posterior: Posterior) -> Posterior:
         """Return the posterior with these scores, so its predictions can compare new scores with them."""

@@ -115,7 +115,11 @@ class Dense(Structure):
     def inverse_quadratic(self, J: Tensor) -> Tensor:
         if self._uses_cholesky:
             return super().inverse_quadratic(J)
-        rotated = self._times_root(J)
+        if not self._decomposition.is_known and (torch.as_tensor(self.shift) != 0).any():
+            rotated = self._times_root(J)
+        else:
+            values, Q = self._eigen
+            rotated = _rows_times(J, Q) * cast_like(positive(values).rsqrt(), Q)  # [..., K, P]
         return rotated @ rotated.mT
 
     def _times_root(self, rows: Tensor) -> Tensor:
@@ -225,6 +229,11 @@ class Decomposition:
 
     def __init__(self, matrix: Tensor) -> None:
         self._matrix = matrix
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the eigenpairs are computed already."""
+        return "eigen" in self.__dict__
 
     @cached_property
     def eigen(self) -> tuple[Tensor, Tensor]:

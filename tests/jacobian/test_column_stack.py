@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes import fit_laplace
-from lightning_bayes.jacobian import gradients
 from lightning_bayes.jacobian.calls import Recorder
 from lightning_bayes.jacobian.column_stack import ColumnStack
 from lightning_bayes.jacobian.gradients import LayerGradients
@@ -64,19 +63,21 @@ def test_gradients_of_a_stack_are_those_of_each_column(case: str, B: int) -> Non
         torch.testing.assert_close(g, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("mode", ["covariance of outputs", "one class"])
-def test_predictions_are_those_of_a_loop_over_columns(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("B", [1, 7])
+@pytest.mark.parametrize("case", ["residual", "one pixel"])
+def test_covariances_are_those_of_the_dense_jacobian(case: str, B: int) -> None:
     torch.manual_seed(0)
-    net = CASES["residual"][0]().double()
-    x, y = torch.randn(7, 2, 10, 10, dtype=torch.float64), torch.arange(7) % 3
+    net, shape = CASES[case][0]().double(), CASES[case][1]
+    x, y = torch.randn(7, *shape, dtype=torch.float64), torch.arange(7) % 3
     net(x)
-    net.eval()[0].weight.requires_grad_(False)  # type: ignore[index]
-    posterior = fit_laplace(net, [(x[:4], y[:4]), (x[4:], y[4:])], subset=["1", "3", "5"])
-    new = x if mode == "covariance of outputs" else x[:1]
-    mean, covariance = posterior.functional(new)
-    monkeypatch.setattr(gradients.LayerGradients, "_way", lambda *_: None)
-    looped = posterior.functional(new)
-    torch.testing.assert_close((mean, covariance), looped, rtol=1e-9, atol=1e-12)
+    next(net.eval().parameters()).requires_grad_(False)  # the bias of this layer stays in the posterior
+    posterior = fit_laplace(net, [(x[:4], y[:4]), (x[4:], y[4:])], subset=[n for n, _ in net.named_parameters()][1:])
+    mean, covariance = posterior.functional(x[:B])
+    parameters, f = list(posterior.subset.parameters(net).values()), net(x[:B])
+    rows = [torch.autograd.grad(out, parameters, retain_graph=True) for out in f.flatten()]
+    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).unflatten(0, (B, 3))  # [B, 3, P]
+    torch.testing.assert_close(mean, f.detach())
+    torch.testing.assert_close(covariance, J @ torch.linalg.solve(posterior.precision.to_dense(), J.mT))
 
 
 class Overwriting(nn.Module):
@@ -97,7 +98,7 @@ def test_a_backward_pass_that_a_stack_cannot_take_is_looped() -> None:
     columns: Any = torch.randn(2, 2, 3, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="no rule for several columns"):
         LayerGradients()._stacked(f, recorder.calls, columns)
-    grads = LayerGradients()(f, recorder.calls, columns)
+    grads = LayerGradients(stacks=True)(f, recorder.calls, columns)
     expected = [torch.autograd.grad(f, recorder.calls[0].edge, c, retain_graph=True)[0] for c in columns]
     torch.testing.assert_close(grads[0], torch.stack(expected))
 
