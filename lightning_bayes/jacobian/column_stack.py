@@ -109,8 +109,9 @@ def _convolution(func: Any, g: Tensor, x: Tensor, weight: Tensor, *rest: Any) ->
     # the offset of the kernel that an only output pixel has at the first pixel of its input
     inside = all(p + n <= k for p, n, k in zip(padding, sizes, weight.shape[2:], strict=True))
     if pixels == 1 and inside and not transposed and groups == 1 and max(dilation) == 1:
-        seen = [slice(p, p + n) for p, n in zip(padding, sizes, strict=True)]
-        kernel = weight[tuple([..., *seen])]
+        kernel = weight
+        for dim, (p, n) in enumerate(zip(padding, sizes, strict=True), start=2):
+            kernel = kernel.narrow(dim, p, n)
         return ColumnStack((columns.flatten(2).flatten(0, 1) @ kernel.flatten(1)).reshape(K, *shape)), None, None
     if sizes.numel() > FEW_PIXELS:
         result = columns.new_empty(K, *shape)
