@@ -75,6 +75,7 @@ class Accumulator(ABC):
     passes: ClassVar[int] = 1  # number of passes over the data
     needs_axes = False  # whether the rows of an example must lie along an axis
     keeps_rows: ClassVar[bool] = True  # whether to store wide factors of few examples as rows
+    needs_columns = True  # whether many columns at a time cost less than one after another
     factor_options = FactorOptions()
     _plan: Plan
 
@@ -225,6 +226,7 @@ class BlockAccumulator(Accumulator):
         self._layer_blocks = [self.block(layer) for layer in plan.layers]
         names = plan.unmatched_parameters
         self._parameter_blocks = {name: self.exact_block(plan.parameter_layout(name).size) for name in names}
+        self.needs_columns = bool(names) or any(block.needs_columns for block in self._layer_blocks)
 
     def block(self, layer: LayerUse) -> Block:
         """The running sum for one layer."""
@@ -464,7 +466,9 @@ class ColumnSum(BatchSum):
         f, used = batch.f, matched.used
         with torch.no_grad():
             self._accumulator.add_inputs(matched.calls)
-        for columns in self._columns(batch, LayerGradients.chunk_size(used, f)):
+        one_by_one = not self._accumulator.needs_columns and not all(call.layer.batches for call in used)
+        # Backward passes that run one after another anyway are added one by one, without a copy of their gradients.
+        for columns in self._columns(batch, 1 if one_by_one else LayerGradients.chunk_size(used, f)):
             self._accumulator.begin_chunk(len(columns), len(f))
             grads = self._layer_gradients(f, used, columns, matched.plain) if used else []
             with torch.no_grad():

@@ -31,9 +31,9 @@ from lightning_bayes.network import Processes
 from lightning_bayes.network.float64 import float64_device
 from lightning_bayes.structures import EKFAC, Dense, Diagonal, Factor, Gram, Kronecker, Structure
 
-PANEL = 256  # columns of a triangular product at a time
+PANEL = 128  # columns of a triangular product at a time
 FULL = 1024  # number of rows from which a product is efficient
-WIDE = 512  # minimum number of columns of a layer that keeps its input rows
+WIDE = 512  # number of columns from which a layer keeps its input rows, and its sums need many rows at a time
 PART = 2  # a layer keeps at most `columns / PART` rows
 
 
@@ -42,6 +42,7 @@ class Block(ABC):
 
     label: str
     needs_examples = True  # whether it needs to know the example of each row
+    needs_columns = True  # whether many columns at a time cost less than one after another
     n_factors = 0  # the number of factors to decompose
 
     def add_inputs(self, layer: LayerUse, calls: list[Call]) -> None:  # noqa: B027, optional
@@ -137,6 +138,7 @@ class KroneckerBlock(Block):
             self._A = InputSum((G, I), layer.bias is not None, dtype, device, keeps_rows)
         self._G = torch.zeros(G, O, O, dtype=dtype, device=device)
         self._reduce = self.needs_examples = sharing == "reduce"
+        self.needs_columns = O > WIDE  # a product of few rows takes as long as reading and writing a large sum
         self.n_factors = 1 if self._A is None else 2
 
     def add_inputs(self, layer: LayerUse, calls: list[Call]) -> None:
@@ -444,7 +446,7 @@ def add_gram_(total: Tensor, x: Tensor) -> None:
     """`total += xᵀx`; wide matrices get only the lower triangle, panel by panel.  # [G, D, D], [G, N, D]"""
     x = x.to(total.dtype)
     D = x.shape[2]
-    if len(x) > 1 or D <= 2 * PANEL:
+    if len(x) > 1 or D < 2 * PANEL:
         total.baddbmm_(x.mT, x)
         return
     for start in range(0, D, PANEL):

@@ -12,7 +12,7 @@ from oracles import close
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import Kron, fit_laplace
+from lightning_bayes import FisherMC, Kron, fit_laplace
 from lightning_bayes.curvature import blocks, fit_curvature
 from lightning_bayes.jacobian import gradients
 from lightning_bayes.likelihoods import Categorical, Gaussian
@@ -64,6 +64,44 @@ def test_full_matrix_wider_than_a_panel_is_symmetric_and_exact() -> None:
     H = fit_curvature(network, case.loader(2, 1), structure="full").structure.to_dense()
     assert len(H) > 512
     close(H, oracles.ggn(case))
+
+
+@pytest.mark.parametrize("width", [255, 256, 300, 513])
+def test_products_of_wide_rows_are_exact_for_uneven_batches(width: int) -> None:
+    rows = torch.randn(1, 7, width, dtype=torch.float64)
+    total = torch.zeros(1, width, width, dtype=torch.float64)
+    for part in rows.split([4, 2, 1], dim=1):
+        blocks.add_gram_(total, part)
+    close(blocks.symmetric(total), rows.mT @ rows)
+
+
+@pytest.mark.parametrize("curvature", ["ggn", FisherMC(samples=3)])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_convolutions_with_kronecker_blocks_take_columns_one_by_one(
+    curvature: Any, has_norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch has no batched backward pass of a convolution. The exact block of a norm needs all columns together."""
+    torch.manual_seed(0)
+    norm = nn.GroupNorm(1, 2) if has_norm else nn.Tanh()
+    layers = (nn.Conv2d(1, 2, 3, padding=1), norm, nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(27, 4))
+    network = nn.Sequential(*layers).double()
+    x, y = torch.randn(5, 1, 4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 0])
+    loader = DataLoader(TensorDataset(x, y), batch_size=2)  # the last batch has one example
+    columns_of_calls = set()
+
+    def noted(self: object, f: torch.Tensor, calls: Any, columns: torch.Tensor, plain: bool) -> Any:
+        columns_of_calls.add(len(columns))
+        return original(self, f, calls, columns, plain)
+
+    original = gradients.LayerGradients.__call__
+    monkeypatch.setattr(gradients.LayerGradients, "__call__", noted)
+    found = fit_curvature(network, loader, structure="kron", curvature=curvature).structure.to_dense()
+    assert columns_of_calls == {3 if has_norm else 1}
+    columns_of_calls.clear()
+    monkeypatch.setattr(blocks, "WIDE", 0)  # wide layers take all columns together
+    together = fit_curvature(network, loader, structure="kron", curvature=curvature).structure.to_dense()
+    assert columns_of_calls == {3}
+    close(found, together)
 
 
 def test_examples_are_counted_from_a_generator_that_can_be_read_once() -> None:
