@@ -52,7 +52,7 @@ plain_functions = torch._C._disabled_torch_function_impl
 
 def wrapper_of(cls: Any, like: Tensor) -> Any:
     """A tensor of the subclass `cls` without data, with the sizes, strides, dtype and device of `like`."""
-    make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    make = Tensor._make_wrapper_subclass
     return make(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
 
 
