@@ -13,7 +13,7 @@ of the backward pass then takes all columns:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,9 @@ class ColumnStack(Tensor):
         return stack
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         rule = _elementwise if func in _ELEMENTWISE else _RULES.get(func)
         result = None if rule is None else rule(func, *args, **kwargs)
@@ -67,12 +69,12 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
     return pytree.tree_unflatten([_stacked(func, of_result) for of_result in zip(*parts, strict=True)], form)
 
 
-def _stacked(func: Any, parts: tuple[Any, ...]) -> Any:
+def _stacked(func: Any, parts: Sequence[Any]) -> Any:
     if parts[0] is None:
         return None
     if not isinstance(parts[0], Tensor):
         raise RuntimeError(f"{func} has no rule for several columns")
-    return ColumnStack(torch.stack(parts))
+    return ColumnStack(torch.stack(list(parts)))
 
 
 def _elementwise(func: Any, *args: Any, **kwargs: Any) -> ColumnStack | None:
@@ -106,12 +108,11 @@ def _convolution(func: Any, g: Tensor, x: Tensor, weight: Tensor, *rest: Any) ->
 
     columns, shape = g.columns, x.shape
     K, sizes, pixels = len(columns), shape[2:], columns.shape[3:].numel()
-    # the offset of the kernel that an only output pixel has at the first pixel of its input
+    # Whether the kernel of a single output pixel covers all pixels of the input.
     inside = all(p + n <= k for p, n, k in zip(padding, sizes, weight.shape[2:], strict=True))
     if pixels == 1 and inside and not transposed and groups == 1 and max(dilation) == 1:
-        kernel = weight
-        for dim, (p, n) in enumerate(zip(padding, sizes, strict=True), start=2):
-            kernel = kernel.narrow(dim, p, n)
+        seen: Any = (..., *(slice(p, p + n) for p, n in zip(padding, sizes, strict=True)))
+        kernel = weight[seen]
         return ColumnStack((columns.flatten(2).flatten(0, 1) @ kernel.flatten(1)).reshape(K, *shape)), None, None
     if sizes.numel() > FEW_PIXELS:
         result = columns.new_empty(K, *shape)

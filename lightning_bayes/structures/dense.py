@@ -28,7 +28,6 @@ from lightning_bayes.network.float64 import cast_like, eigh, in_float64
 from lightning_bayes.structures.base import Eigenbasis, Structure, StructureError, cached_outside_graphs, positive
 from lightning_bayes.structures.output_covariance import CovarianceForm, GroupedSpectrum
 
-WIDE, PANELS = 256, 4  # above this width, a product with a triangular matrix is divided into this many
 TOLERATED = 1e-3  # rounding of the curvature may change a prior precision by at most this share
 
 
@@ -115,26 +114,9 @@ class Dense(Structure):
     def inverse_quadratic(self, J: Tensor) -> Tensor:
         if self._uses_cholesky:
             return super().inverse_quadratic(J)
-        if not self._decomposition.is_known and (torch.as_tensor(self.shift) != 0).any():
-            rotated = self._times_root(J)
-        else:
-            values, Q = self._eigen
-            rotated = _rows_times(J, Q) * cast_like(positive(values).rsqrt(), Q)  # [..., K, P]
+        values, Q = self._eigen
+        rotated = _rows_times(J, Q) * cast_like(positive(values).rsqrt(), Q)  # [..., K, P]
         return rotated @ rotated.mT
-
-    def _times_root(self, rows: Tensor) -> Tensor:
-        """`v L⁻ᵀ` with `M = LLᵀ`, in a few products without most of the zeros of `L⁻ᵀ`.  # [..., P]"""
-        flat, root = rows.reshape(-1, self.size), cast_like(self._inverse_root, rows)
-        stops = [self.size * n // PANELS for n in range(1, PANELS + 1)] if self.size > WIDE else [self.size]
-        panels = [flat[:, :stop] @ root[:stop, start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
-        return torch.cat(panels, -1).reshape(rows.shape)
-
-    @cached_outside_graphs
-    def _inverse_root(self) -> Tensor:
-        """`L⁻ᵀ` for `M = LLᵀ`. Cached, because every prediction needs it.  # [P, P]"""
-        L = self._decomposed()
-        identity = torch.eye(self.size, dtype=L.dtype, device=L.device)
-        return cast_like(torch.linalg.solve_triangular(L, identity, upper=False).mT, self.matrix)
 
     @classmethod
     def row_covariances(cls, blocks: Sequence[Dense], rows: Tensor, form: CovarianceForm) -> list[Tensor]:
@@ -184,9 +166,6 @@ class Dense(Structure):
 
     @cached_outside_graphs
     def _cholesky(self) -> Tensor:
-        return self._decomposed()
-
-    def _decomposed(self) -> Tensor:
         cholesky, failed = torch.linalg.cholesky_ex(self._matrix())
         if failed:
             raise StructureError(
@@ -229,11 +208,6 @@ class Decomposition:
 
     def __init__(self, matrix: Tensor) -> None:
         self._matrix = matrix
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the eigenpairs are computed already."""
-        return "eigen" in self.__dict__
 
     @cached_property
     def eigen(self) -> tuple[Tensor, Tensor]:
