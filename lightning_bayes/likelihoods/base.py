@@ -287,7 +287,8 @@ class Likelihood(ABC):
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """`∂ log p(y | f) / ∂f` in the shape of `f`; zero at positions without a target."""
-        gradient: Tensor = torch.func.grad(self.log_likelihood)(widen(f), y)
+        with torch.inference_mode(False):  # in inference mode, torch 2.6 silently returns zeros
+            gradient: Tensor = torch.func.grad(self.log_likelihood)(widen(f).clone(), y.clone())
         return gradient
 
     def point(self, f: Tensor) -> Predictive:
