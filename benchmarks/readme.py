@@ -98,8 +98,6 @@ IN_README = (
     "predictive/CNN/kron",
     "curvature/MLP/KFAC exact",
     "curvature/CNN/KFAC exact",
-    "variational/narrow PreActResNet-18/VL",
-    "online_step/autoencoder 28×28/approx",
 )
 
 

@@ -3,7 +3,13 @@
 from lit_digits import LitAutoencoder, LitDigits
 from torch import Tensor
 
-from lightning_bayes import LogSigmaMultiplierMixin, VariationalInferenceMixin, VariationalLaplaceMixin
+from lightning_bayes import (
+    IVON,
+    LogSigmaMultiplierMixin,
+    VariationalInferenceMixin,
+    VariationalLaplaceMixin,
+    VariationalLastLayerMixin,
+)
 
 
 class VariationalLaplaceDigits(LogSigmaMultiplierMixin, VariationalLaplaceMixin, LitDigits):
@@ -12,6 +18,15 @@ class VariationalLaplaceDigits(LogSigmaMultiplierMixin, VariationalLaplaceMixin,
 
 class VariationalInferenceDigits(LogSigmaMultiplierMixin, VariationalInferenceMixin, LitDigits):
     """The same, with a weight sample in each step."""
+
+
+class VariationalLastLayerDigits(LogSigmaMultiplierMixin, VariationalLastLayerMixin, LitDigits):
+    """The same for the last layer, without samples."""
+
+
+class IVONDigits(LitDigits):
+    def configure_optimizers(self) -> IVON:
+        return IVON(self.parameters(), lr=0.3, hess_init=4.0)
 
 
 class Autoencoder(LitAutoencoder):

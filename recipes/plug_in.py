@@ -1,14 +1,13 @@
 """Every method on unmodified modules: nothing in `lit_digits.py` knows about this package.
 
 In Python: callbacks that do not change training share one Trainer; the others, and the mixins (see `bayes_digits.py`),
-have separate Trainers. The table compares each method with MAP, the plain network after that training.
+have their own. The table compares each method with MAP, the plain network after that training.
 
     python recipes/plug_in.py                  # half a minute; results go to outputs/plug_in/
     python recipes/plug_in.py --devices 2      # the same on two `ddp` processes
 
 With `LightningCLI`: one YAML file for each method, and any of Lightning's options. After the fit it runs a test.
 
-    python recipes/plug_in.py fit --config recipes/configs/laplace.yaml
     python recipes/plug_in.py fit --config recipes/configs/laplace.yaml --trainer.devices 2 --trainer.strategy ddp
 """
 
@@ -17,8 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import bayes_digits as own
 import lightning as L
-from bayes_digits import Autoencoder, VariationalInferenceDigits, VariationalLaplaceDigits
 from lightning.pytorch.cli import LightningCLI
 from lit_digits import NOISE, DigitsData, LitDigits
 from matplotlib.figure import Figure
@@ -48,9 +47,11 @@ def trainings() -> dict[str, tuple[type[L.LightningModule], dict[str, Any], list
         "averaged weights": (LitDigits, {}, [bayes.SWAGCallback(start=0.5, **quiet)]),
         "learned prior": (LitDigits, {}, [bayes.MarginalLikelihoodCallback(**quiet)]),
         "at samples": (LitDigits, {}, [bayes.OnlineLaplaceCallback("classification", **memory)]),
-        "variational Laplace": (VariationalLaplaceDigits, variational, []),
-        "variational inference": (VariationalInferenceDigits, variational, []),
-        "autoencoder at samples": (Autoencoder, {}, [pixels]),
+        "improved variational online Newton": (own.IVONDigits, {}, [bayes.IVONCallback()]),
+        "variational Laplace": (own.VariationalLaplaceDigits, variational, []),
+        "variational inference": (own.VariationalInferenceDigits, variational, []),
+        "variational last layer": (own.VariationalLastLayerDigits, variational, []),
+        "autoencoder at samples": (own.Autoencoder, {}, [pixels]),
     }
 
 
@@ -59,7 +60,6 @@ def train(run: Run, name: str) -> Iterable[dict[str, Any]]:
     kind, arguments, callbacks = trainings()[name]
     L.seed_everything(run.seed, verbose=False)
     where = {"accelerator": "cpu", "devices": run.settings.devices, "default_root_dir": run.output}
-    where["strategy"] = "ddp" if run.settings.devices > 1 else "auto"
     trainer = L.Trainer(max_epochs=run.settings.epochs, callbacks=callbacks, **where, **QUIET)
     model, data = kind(**arguments), DigitsData(run.settings.n_train, run.settings.batch_size)
     trainer.fit(model, data)

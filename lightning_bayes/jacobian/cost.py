@@ -50,6 +50,7 @@ ACTIVATION = 33.0
 CALL = 2.5e5
 TUNING, SETUP = 13_000, 6_000  # calls
 LARGEST_EXACT = 1024  # maximum number of weights in a densely stored block; larger blocks keep only their diagonal
+TRIANGLE = 256  # number of weights from which a fit computes half of a dense block
 WEIGHTS = {"backward": 0.7, "rotate": 0.9, "covariance": 2.5, "exact": 25.0, "decompose": 0.4, "draw": 2.0, "call": 1.0}
 
 
@@ -189,4 +190,5 @@ def _add_exact(
     exact = K * T * p + K**2 * p + (K * p**2 if p <= LARGEST_EXACT else 0)
     _add(predict, exact=exact)
     _add(tune, exact=2 * exact, covariance=NEAR * K**2 * p)
-    _add(fit, exact=columns * p * (T + (p if p <= LARGEST_EXACT else 1)))
+    entries = 1.0 if p > LARGEST_EXACT else p / 2 if p >= TRIANGLE else p
+    _add(fit, exact=columns * p * (T + entries))

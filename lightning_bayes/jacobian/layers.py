@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_bayes.jacobian.patches import Patches, pad, patch_gram, transposed_patches
+from lightning_bayes.network.float64 import cast_like
 from lightning_bayes.structures import Piece, layer_matrices
 
 LARGEST_VOCABULARY = 4096  # the largest vocabulary for which a bag of words has a Kronecker block
@@ -359,7 +360,7 @@ def strip_products(strips: Iterable[Tensor] | None, g: Tensor, bias: bool) -> li
     start = 0
     for a in strips or ():
         T = a.shape[2]
-        product = layer_matrices(a.to(g.dtype), g[:, :, :, start : start + T])
+        product = layer_matrices(cast_like(a, g), g[:, :, :, start : start + T])
         total = product if total is None else total.add_(product)
         start += T
     of_bias = [g.sum(3).permute(1, 2, 0, 3).unsqueeze(-1)] if bias else []

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_bayes.network.messages import warn
 
-NARROW = 128  # maximum number of columns for which a float64 decomposition is fast
+NARROW = 256  # maximum number of columns for which a float64 decomposition is fast
 WIDE, VERY_WIDE = 700, 1200  # numbers of columns from which a float64 decomposition is slow, and very slow
 NEGLIGIBLE = 0.01  # an error in the curvature that matters little beside a prior precision of about 1 or more
 

@@ -31,7 +31,7 @@ from lightning_bayes.predictive.novelty import LastLayer, last_layer
 from lightning_bayes.predictive.predict import CLOSED_FORM, Integral, OutputLaw, has_many_outputs, is_plain, n_outputs
 from lightning_bayes.structures.diagonal import Diagonal
 from lightning_bayes.structures.factor import Factor
-from lightning_bayes.structures.kronecker import Kronecker
+from lightning_bayes.structures.kronecker import Kronecker, PerOutput
 
 LARGEST = 4096  # weights of a root R, a square matrix
 TOLERANCE = 1e-3  # of the covariances of the example, relative to the largest entry
@@ -182,7 +182,8 @@ class _Covariance(nn.Module):
         places = torch.cat([part.view(subset.shapes[0][0], -1) for part in parts], 1)  # of the entries of [W b] [O, I]
         first, *others = P.parameter_blocks(subset)
         left = right = variances = root = None
-        if isinstance(block := first.matrix, Kronecker) and not others and torch.equal(first.places, places.flatten()):
+        block, is_whole = first.matrix, not others and torch.equal(first.places, places.flatten())
+        if is_whole and isinstance(block, Kronecker) and not isinstance(block, PerOutput):
             left, right = _frame(block.left), _frame(block.right)
             variances = block.left.expand(block.right.expand(block.values.reciprocal(), -1), -2)[0]
         elif isinstance(P, Diagonal):
