@@ -287,7 +287,7 @@ class Likelihood(ABC):
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """`∂ log p(y | f) / ∂f` in the shape of `f`; zero at positions without a target."""
-        with torch.inference_mode(False):  # in inference mode, torch 2.6 silently returns zeros
+        with torch.inference_mode(False):  # in inference mode, older versions of torch silently return zeros
             gradient: Tensor = torch.func.grad(self.log_likelihood)(widen(f).clone(), y.clone())
         return gradient
 
