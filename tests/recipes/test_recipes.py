@@ -174,7 +174,7 @@ def test_subnetwork(fast: Callable[[str], FastRun]) -> None:
 
 def test_choosing(fast: Callable[[str], FastRun]) -> None:
     table = fast("choosing").table
-    assert len(table) == 10
+    assert len(table) == 12
     scores = {name: {key: row[key] for key in row if key not in ("fit", "predict")} for name, row in table.items()}
     assert scores["ensemble of 1"] == pytest.approx(scores["MAP"], abs=1e-6)
     assert table["L2M"]["fit"] < table["Laplace"]["fit"]  # which it has from the training
